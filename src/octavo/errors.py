@@ -1,0 +1,59 @@
+"""Every error that a user can cause.
+
+Each message names the value, the limit and the way out. ``status`` is the HTTP status that the
+server answers with, ``code`` OpenAI's machine-readable code where there is one.
+"""
+
+from __future__ import annotations
+
+
+class OctavoError(Exception):
+    """Base of all errors that are the user's to mend; anything else that escapes is our bug."""
+
+    status = 500
+    code: str | None = None
+
+
+class InvalidRequestError(OctavoError):
+    """A request that can't be carried out as asked. ``param`` names the offending field."""
+
+    status = 400
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ContextLengthError(InvalidRequestError):
+    """The prompt (with the tokens asked for) is longer than the model or the KV pool can hold."""
+
+    code = "context_length_exceeded"
+
+
+class ConfigError(OctavoError):
+    """An option, or a combination of options, that the engine can't run with."""
+
+
+class ModelNotFoundError(OctavoError):
+    """No checkpoint under the given name, or no network to fetch it."""
+
+    status = 404
+
+
+class CheckpointError(OctavoError):
+    """A checkpoint that is damaged, incomplete or contradicts itself."""
+
+
+class UnsupportedModelError(OctavoError):
+    """A checkpoint that is sound but uses something that Octavo can't compute correctly yet."""
+
+
+class InsufficientMemoryError(OctavoError):
+    """Weights and KV cache don't fit. The message states weights, KV and free memory in GB;
+    ``fitting_model_len`` is the longest request that would fit, 0 if none does."""
+
+    status = 503
+
+    def __init__(self, message: str, fitting_model_len: int = 0) -> None:
+        super().__init__(message)
+        self.fitting_model_len = fitting_model_len
