@@ -1,0 +1,326 @@
+"""From logits to token ids: the one set of sampling rules, in numpy.
+
+The rules and their order are vLLM's (the order of equal logits is ours, see below):
+
+1. log probabilities are taken from the logits as the model gave them;
+2. banned ids (eos and stop ids until ``min_tokens``) get ``-inf``;
+3. ``logit_bias`` is added;
+4. penalties: repetition (prompt and output; a positive logit is divided, another multiplied), then
+   frequency and presence (output only; subtracted);
+5. temperature 0 takes the largest logit, and the rest falls away;
+6. the temperature divides the distance to the largest logit, so that none can overflow;
+7. ``min_p`` keeps tokens at least ``min_p`` times as likely as the likeliest;
+8. ``top_k`` keeps the ``k`` likeliest of these;
+9. ``top_p`` keeps the fewest of these, likeliest first, whose share reaches ``top_p`` (the token
+   that crosses it included; a millionth short counts as reached, for float32 can't tell);
+10. the token with the largest sum of scaled logit and Gumbel noise wins, which draws from the
+    softmax of what is left (the Gumbel-max trick; the noise is ``engine/philox.py``'s).
+
+Equal logits are ordered by id, the lower one first, everywhere. Nothing that one row does is
+visible to another: a row's result depends on its logits and its own fields alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from octavo.engine.philox import token_noise
+from octavo.outputs import Logprob, TokenLogprobs
+from octavo.sampling_params import SamplingParams
+
+Int32 = NDArray[np.int32]
+Int64 = NDArray[np.int64]
+Float32 = NDArray[np.float32]
+
+INVALID_TOKEN = -1
+IMPOSSIBLE_LOGPROB = -9999.0  # OpenAI's value for a token that can't occur; JSON has no -inf
+
+_TOP_P_TOLERANCE = 1e-6
+# A token this far below the likeliest one (in scaled logits) can't win, for the noise spans 26,
+# and a whole vocabulary of them weighs nothing in top_p: 262,144 * e^-30 = 2e-8.
+_OUT_OF_REACH = 30.0
+_FLOAT32_SAFE = 1e30  # parameters beyond it (or its inverse) would make infinities of logits
+
+
+@dataclass(frozen=True)
+class SamplingRow:
+    """One sequence that samples a token in this step.
+
+    ``choice`` counts a request's ``n`` answers from 0, ``position`` is the index of the token to
+    draw, 0 being the first generated. ``banned_ids`` are the ids that would end the sequence,
+    while it is shorter than ``min_tokens``.
+    """
+
+    params: SamplingParams
+    prompt_token_ids: Sequence[int] | Int32
+    output_token_ids: Sequence[int] | Int32
+    seed: int  # 64 bits
+    choice: int
+    position: int
+    banned_ids: Collection[int] = ()
+
+
+@dataclass(frozen=True)
+class SamplingBatch:
+    """What S rows ask of the sampler, as plain arrays that any process or device can take.
+
+    The ragged parts are flat: entry ``i`` of ``ban_ids`` belongs to row ``ban_rows[i]``, and so
+    on; a (row, id) pair occurs once in each. ``count_*`` list the distinct prompt and output ids
+    of the rows that have a penalty, with the number of times they occur in the output (0: in the
+    prompt only). P of the step's logits serve ``prompt_logprobs``: ``prompt_targets`` are the
+    prompt ids that came next there.
+    """
+
+    sample_indices: Int32  # [S], places in the step's L logits
+    temperature: Float32  # [S], 0: greedy
+    top_k: Int32  # [S], vocab_size: off
+    top_p: Float32  # [S], 1: off
+    min_p: Float32  # [S], 0: off
+    repetition_penalty: Float32  # [S]
+    frequency_penalty: Float32  # [S]
+    presence_penalty: Float32  # [S]
+    seed: NDArray[np.uint64]  # [S]
+    choice: Int32  # [S]
+    position: Int32  # [S]
+    num_logprobs: Int32  # [S], -1: none wanted, 0: of the taken token only
+    ban_rows: Int32
+    ban_ids: Int32
+    bias_rows: Int32
+    bias_ids: Int32
+    bias_values: Float32
+    count_rows: Int32
+    count_ids: Int32
+    count_output: Int32
+    prompt_indices: Int32  # [P], places in the step's L logits
+    prompt_targets: Int32  # [P]
+    prompt_top: Int32  # [P], how many of the likeliest to report
+
+
+@dataclass(frozen=True)
+class SampleOutput:
+    """``token_ids`` [S] int32, ``INVALID_TOKEN`` where a row's logits are not finite.
+
+    ``logprobs`` has a dict for each row that wants one: the taken token first, then the likeliest
+    ones in order. ``prompt_logprobs`` [P] likewise, with the prompt's own token first; it is
+    empty where the logits are not finite. All numbers are finite: of the tokens that the model
+    made impossible (logit -inf) only a prompt's own is reported, as ``IMPOSSIBLE_LOGPROB``.
+    """
+
+    token_ids: Int32
+    logprobs: list[TokenLogprobs | None]
+    prompt_logprobs: list[TokenLogprobs]
+
+
+def make_sampling_batch(
+    rows: Sequence[SamplingRow],
+    *,
+    sample_indices: ArrayLike,
+    prompt_indices: ArrayLike = (),
+    prompt_targets: ArrayLike = (),
+    prompt_top: ArrayLike = (),
+    vocab_size: int,
+) -> SamplingBatch:
+    """Lay the rows' parameters out as arrays. Token ids are below ``vocab_size``, as
+    :meth:`SamplingParams.check_vocabulary` ensures; a ban on an id beyond it has no effect."""
+    params = [row.params for row in rows]
+    bans = [
+        (r, token)
+        for r, row in enumerate(rows)
+        for token in sorted(row.banned_ids)
+        if token < vocab_size
+    ]
+    biases = [
+        (r, token, bias)
+        for r, p in enumerate(params)
+        for token, bias in sorted((p.logit_bias or {}).items())
+    ]
+    counts = [
+        _count_tokens(r, row, vocab_size) for r, row in enumerate(rows) if _has_penalty(row.params)
+    ]
+    count_rows, count_ids, count_output = np.concatenate(
+        [np.empty((3, 0), np.int32), *counts], axis=1
+    )
+    return SamplingBatch(
+        sample_indices=np.asarray(sample_indices, np.int32),
+        temperature=_float32(min(p.temperature, _FLOAT32_SAFE) for p in params),
+        top_k=_int32(p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params),
+        top_p=_float32(p.top_p for p in params),
+        min_p=_float32(p.min_p for p in params),
+        repetition_penalty=_float32(
+            min(max(p.repetition_penalty, 1 / _FLOAT32_SAFE), _FLOAT32_SAFE) for p in params
+        ),
+        frequency_penalty=_float32(p.frequency_penalty for p in params),
+        presence_penalty=_float32(p.presence_penalty for p in params),
+        seed=np.array([row.seed for row in rows], np.uint64),
+        choice=_int32(row.choice for row in rows),
+        position=_int32(row.position for row in rows),
+        num_logprobs=_int32(-1 if p.logprobs is None else p.logprobs for p in params),
+        ban_rows=_int32(r for r, _ in bans),
+        ban_ids=_int32(token for _, token in bans),
+        bias_rows=_int32(r for r, _, _ in biases),
+        bias_ids=_int32(token for _, token, _ in biases),
+        bias_values=_float32(bias for _, _, bias in biases),
+        count_rows=count_rows,
+        count_ids=count_ids,
+        count_output=count_output,
+        prompt_indices=np.asarray(prompt_indices, np.int32),
+        prompt_targets=np.asarray(prompt_targets, np.int32),
+        prompt_top=np.asarray(prompt_top, np.int32),
+    )
+
+
+def sample(logits: Float32, batch: SamplingBatch) -> SampleOutput:
+    """Choose a token for each of the batch's rows from ``logits [L, V]``, which stay as they are.
+
+    Edits are made for all rows at once. The rest goes row by row: it is bound by memory, and one
+    row of logits fits a core's cache where a matrix of them doesn't.
+    """
+    raw = [logits[index] for index in batch.sample_indices]
+    token_ids = np.empty(len(raw), np.int32)
+    for r, row in enumerate(_edit(raw, batch)):
+        token_ids[r] = row.argmax()
+        # argmax finds a NaN first, so that one look at the winner judges the whole row.
+        if not math.isfinite(row[token_ids[r]]):
+            token_ids[r] = INVALID_TOKEN
+        elif batch.temperature[r] > 0:
+            token_ids[r] = _draw(row, r, batch)
+
+    logprobs = [
+        _token_logprobs(row, int(token), int(top)) if top >= 0 and token != INVALID_TOKEN else None
+        for row, token, top in zip(raw, token_ids, batch.num_logprobs, strict=True)
+    ]
+    prompt_logprobs = [
+        _token_logprobs(logits[index], int(target), int(top))
+        for index, target, top in zip(
+            batch.prompt_indices, batch.prompt_targets, batch.prompt_top, strict=True
+        )
+    ]
+    return SampleOutput(token_ids, logprobs, prompt_logprobs)
+
+
+def _edit(raw: list[Float32], batch: SamplingBatch) -> list[Float32]:
+    """Bans, biases and penalties, on copies of the rows that have any."""
+    changed = np.unique(np.concatenate([batch.ban_rows, batch.bias_rows, batch.count_rows]))
+    if not len(changed):
+        return raw
+    block = np.stack([raw[r] for r in changed])
+
+    at = np.searchsorted(changed, batch.ban_rows), batch.ban_ids
+    with np.errstate(invalid="ignore"):  # +inf and NaN become NaN, and so stay visible
+        block[at] += -np.inf
+
+    at = np.searchsorted(changed, batch.bias_rows), batch.bias_ids
+    block[at] += batch.bias_values
+
+    at = np.searchsorted(changed, batch.count_rows), batch.count_ids
+    values = block[at]
+    repetition = batch.repetition_penalty[batch.count_rows]
+    values = np.where(values > 0, values / repetition, values * repetition)
+    values -= batch.frequency_penalty[batch.count_rows] * batch.count_output
+    values -= batch.presence_penalty[batch.count_rows] * (batch.count_output > 0)
+    block[at] = values
+
+    edited = list(raw)
+    for r, row in zip(changed, block, strict=True):
+        edited[r] = row
+    return edited
+
+
+def _draw(row: Float32, r: int, batch: SamplingBatch) -> int:
+    """The token that row ``r`` draws from its edited, finite logits."""
+    ids, scores = _candidates(
+        row,
+        float(batch.temperature[r]),
+        int(batch.top_k[r]),
+        float(batch.top_p[r]),
+        float(batch.min_p[r]),
+    )
+    noise = token_noise(ids, int(batch.seed[r]), int(batch.choice[r]), int(batch.position[r]))
+    return int(ids[(scores + noise).argmax()])
+
+
+def _candidates(
+    row: Float32, temperature: float, top_k: int, top_p: float, min_p: float
+) -> tuple[Int64, Float32]:
+    """The ids that the filters keep, ascending, and their scores: logits less the largest one,
+    divided by the temperature. Ids that can't win are left out too."""
+    with np.errstate(over="ignore"):  # a tiny temperature sends the others to -inf, as it should
+        scores = (row - row.max()) / np.float32(temperature)
+    floor = max(math.log(min_p), -_OUT_OF_REACH) if min_p > 0 else -_OUT_OF_REACH
+    ids = np.flatnonzero(scores >= floor)
+    scores = scores[ids]
+    if top_k < len(ids):
+        kept = _largest(scores, top_k)
+        ids, scores = ids[kept], scores[kept]
+    if top_p < 1:
+        weights = np.exp(scores)
+        total = float(weights.sum(dtype=np.float64))
+        # Tokens so light that all of them together fit into what is cut off needn't be sorted.
+        heavy = weights[weights >= (1 - top_p) * total / len(weights)]
+        mass = np.cumsum(np.sort(heavy)[::-1], dtype=np.float64)
+        target = top_p * (1 - _TOP_P_TOLERANCE) * total
+        kept = _largest(scores, int(np.searchsorted(mass, target)) + 1)
+        ids, scores = ids[kept], scores[kept]
+    return ids, scores
+
+
+def _largest(values: Float32, count: int) -> Int64:
+    """Indices, ascending, of the ``count`` largest values; of equal ones the first are taken."""
+    if count >= len(values):
+        return np.arange(len(values))
+    if count == 0:
+        return np.empty(0, np.int64)
+    threshold = np.partition(values, len(values) - count)[len(values) - count]
+    above = np.flatnonzero(values > threshold)
+    equal = np.flatnonzero(values == threshold)[: count - len(above)]
+    return np.sort(np.concatenate([above, equal]))
+
+
+def _token_logprobs(row: Float32, token: int, top: int) -> TokenLogprobs:
+    """Log probabilities of ``token`` and of the ``top`` likeliest; a rank is one more than the
+    number of larger logits, so that equal ones share it."""
+    best = row.max()
+    if not math.isfinite(best):
+        return {}
+    log_sum = float(best) + math.log(np.exp(row - best).sum(dtype=np.float64))
+    value = row[token]
+    logprob = float(value) - log_sum if math.isfinite(value) else IMPOSSIBLE_LOGPROB
+    result = {token: Logprob(logprob, int(np.count_nonzero(row > value)) + 1)}
+    likeliest = _largest(row, top)
+    likeliest = likeliest[np.argsort(-row[likeliest], kind="stable")]
+    values = row[likeliest]
+    # All logits larger than one of the likeliest are among them.
+    ranks = np.searchsorted(-values, -values) + 1
+    for other, value, rank in zip(likeliest, values, ranks, strict=True):
+        if math.isfinite(value):
+            result.setdefault(int(other), Logprob(float(value) - log_sum, int(rank)))
+    return result
+
+
+def _has_penalty(params: SamplingParams) -> bool:
+    return bool(
+        params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty
+    )
+
+
+def _count_tokens(r: int, row: SamplingRow, vocab_size: int) -> Int32:
+    """``[3, N]``: row number, token id and times in the output, for each id seen in the row."""
+    output = np.bincount(np.asarray(row.output_token_ids, np.int64), minlength=vocab_size)
+    seen = output > 0
+    if row.params.repetition_penalty != 1.0:
+        seen[np.asarray(row.prompt_token_ids, np.int64)] = True
+    ids = np.flatnonzero(seen)
+    return np.stack([np.full_like(ids, r), ids, output[ids]]).astype(np.int32)
+
+
+def _int32(values: Iterable[int]) -> Int32:
+    return np.fromiter(values, np.int32)
+
+
+def _float32(values: Iterable[float]) -> Float32:
+    return np.fromiter(values, np.float32)
