@@ -1,0 +1,20 @@
+"""Text on one side, token ids on the other: the tokenizer, chat templates, the incremental
+detokenizer and stop strings. The engine knows ids only; nothing here knows of the engine.
+"""
+
+from octavo.text.chat import ChatPrompt, encode_chat, encode_prompt, render_chat
+from octavo.text.detokenizer import Detokenizer
+from octavo.text.loader import load_tokenizer
+from octavo.text.stops import StopChecker
+from octavo.text.tokenizer import Tokenizer
+
+__all__ = [
+    "ChatPrompt",
+    "Detokenizer",
+    "StopChecker",
+    "Tokenizer",
+    "encode_chat",
+    "encode_prompt",
+    "load_tokenizer",
+    "render_chat",
+]
