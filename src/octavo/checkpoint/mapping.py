@@ -1,0 +1,22 @@
+"""Mapping a file into memory: bytes are read when touched, and shared between processes."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import numpy as np
+
+from octavo.checkpoint.quants import Bytes
+from octavo.errors import CheckpointError
+
+
+def map_file(path: Path) -> Bytes:
+    """A read-only uint8 view of a whole file; it stays mapped for as long as a view lives."""
+    try:
+        with path.open("rb") as file:
+            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+    except ValueError:
+        raise CheckpointError(f"{path} is empty; fetch the file again") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error.strerror}") from None

@@ -1,0 +1,19 @@
+"""Opening what ``resolve_model`` found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from octavo.checkpoint.folder import open_folder
+from octavo.checkpoint.gguf_model import open_gguf
+from octavo.checkpoint.tensor import Checkpoint
+
+
+def open_checkpoint(path: Path, name: str | None = None) -> Checkpoint:
+    """Open a ``.gguf`` file or a Hugging Face folder; weights are mapped and not yet read.
+
+    ``name`` is what the model is called; the file's or folder's name by default. Raises
+    CheckpointError for damage and UnsupportedModelError for what Octavo can't compute.
+    """
+    name = name or path.name.removesuffix(".gguf")
+    return open_folder(path, name) if path.is_dir() else open_gguf(path, name)
