@@ -1,0 +1,34 @@
+"""What carries out a step on a device, as the engine sees it.
+
+A step is two launches, ``forward`` and ``sample``, that return before the device is done; ``wait``
+is the only call that blocks. The device carries launches out in their order.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from octavo.engine.batch import StepBatch
+    from octavo.engine.sampling import SampleOutput, SamplingBatch
+
+
+class Runtime(Protocol):
+    """One model on one device, with the KV pools whose block ids the engine hands out."""
+
+    vocab_size: int
+
+    def forward(self, batch: StepBatch) -> None:
+        """Launch the model on one batch: write its KV, keep its logits ``[L, vocab_size]`` on the
+        device for the :meth:`sample` that follows. L may be 0.
+
+        Where ``batch.input_ids`` is -1, the id is the one that the last :meth:`sample` launched
+        chose for row ``batch.id_rows`` of its step.
+        """
+
+    def sample(self, batch: SamplingBatch) -> Any:
+        """Launch the choice of ids from the last forward's logits; returns a handle to wait for.
+        Called once after every forward, also where the batch has nothing to sample."""
+
+    def wait(self, handle: Any) -> SampleOutput:
+        """Block until the step of this handle is done and return what was chosen."""
