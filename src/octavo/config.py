@@ -22,6 +22,9 @@ class EngineConfig:
     model: str | None = None
     """Folder, .gguf file, Hugging Face id, repo:quant or alias; None is the embedded default."""
 
+    tokenizer: str | None = None
+    """Folder of a Hugging Face tokenizer, instead of the checkpoint's own."""
+
     revision: str | None = None
     """Branch, tag or commit of a Hugging Face model."""
 

@@ -23,7 +23,8 @@ class Runtime(Protocol):
         device for the :meth:`sample` that follows. L may be 0.
 
         Where ``batch.input_ids`` is -1, the id is the one that the last :meth:`sample` launched
-        chose for row ``batch.id_rows`` of its step.
+        chose for row ``batch.id_rows`` of its step. Where that is ``INVALID_TOKEN``, any id will
+        do: the row is dropped.
         """
 
     def sample(self, batch: SamplingBatch) -> Any:

@@ -14,7 +14,8 @@ _SYSTEM = Path("/")
 
 
 def granted_cores(root: Path = _SYSTEM) -> int:
-    """Cores that this process may keep busy: its affinity and its cgroups' quotas, at least 1."""
+    """Cores that this process may keep busy, at least 1: by its affinity, its cgroups' quotas, and
+    OMP_NUM_THREADS where that is set."""
     if hasattr(os, "sched_getaffinity"):
         cores = float(len(os.sched_getaffinity(0)))
     else:  # macOS
@@ -25,6 +26,9 @@ def granted_cores(root: Path = _SYSTEM) -> int:
             words = _words(folder / "cpu.cfs_quota_us") + _words(folder / "cpu.cfs_period_us")
         if len(words) == 2 and words[0] not in ("max", "-1"):
             cores = min(cores, int(words[0]) / int(words[1]))
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    if asked.isdigit():
+        cores = min(cores, int(asked))
     return max(1, int(cores))
 
 

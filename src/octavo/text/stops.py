@@ -26,8 +26,11 @@ class StopChecker:
         self._state = 0
         self._withheld = ""
 
-    def feed(self, text: str) -> str:
-        """Take the next piece of text, return what is safe to show: ``""`` once a stop matched."""
+    def feed(self, text: str, *, may_match: bool = True) -> str:
+        """Take the next piece of text, return what is safe to show: ``""`` once a stop matched.
+
+        Without ``may_match`` a stop string that completes in this piece is text like any other.
+        """
         if self.matched is not None:
             return ""
         if len(self._automaton) == 1:  # no stop strings
@@ -37,7 +40,7 @@ class StopChecker:
             while character not in self._automaton[state].next and state:
                 state = self._automaton[state].fallback
             state = self._automaton[state].next.get(character, 0)
-            if (stop := self._automaton[state].match) is not None:
+            if may_match and (stop := self._automaton[state].match) is not None:
                 self.matched = stop
                 seen = self._withheld + text[:position]
                 self._withheld = ""
