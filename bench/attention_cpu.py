@@ -1,0 +1,187 @@
+"""Decode attention on this CPU: our kernel against memory's read speed and torch's SDPA.
+
+    python bench/attention_cpu.py [--kv-dtype bfloat16] [--lengths 512,4096,32768]
+
+One query token attends to a history of the given length. Each call reads another part of more than
+200 MB of keys and values, as the layers of a model do, so that they come from memory. SDPA gets
+the best it can have: contiguous keys and values, repeated for the query heads by ``enable_gqa``.
+Read bandwidth is measured between the cells, by summing 512 MB with the same threads. A repetition
+counts as clean when no thread of ours was preempted; the median of the clean ones is shown (of
+all, marked with ``*``, where there are none). Ends with one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import resource
+import time
+from collections.abc import Callable
+from statistics import median
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from octavo.attention import AttentionBatch, AttentionSpec
+from octavo.attention.backends.cpu import CpuCandidate
+from octavo.kernels.jit import jit
+from octavo.kernels.threads import helpers
+
+SHAPES = ((9, 3, 64), (16, 8, 128))
+POOL_BYTES = 256 << 20
+BLOCK = 16
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--kv-dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--lengths", default="512,1024,4096,16384,65536")
+    parser.add_argument("--seconds", type=float, default=1.5, help="for each figure")
+    arguments = parser.parse_args()
+    torch.set_num_threads(helpers().num_threads)
+    print(
+        f"{cpu_name()}, {helpers().num_threads} threads, torch {torch.__version__}, "
+        f"{arguments.kv_dtype} KV"
+    )
+    print(
+        f"{'heads':>8}{'tokens':>8}{'splits':>8}{'us':>10}{'GB/s':>8}{'read':>8}{'share':>7}",
+        end="",
+    )
+    print(f"{'SDPA us':>10}{'faster':>8}")
+    cells = []
+    for heads, kv_heads, head_dim in SHAPES:
+        for length in map(int, arguments.lengths.split(",")):
+            cell = measure(heads, kv_heads, head_dim, length, arguments.kv_dtype, arguments.seconds)
+            cells.append(cell)
+            print(
+                f"{f'{heads}/{kv_heads}x{head_dim}':>8}{length:>8}{cell['splits']:>8}"
+                f"{cell['us']:>9.0f}{cell['mark']}{cell['gb_s']:>8.1f}{cell['read_gb_s']:>8.1f}"
+                f"{cell['share']:>7.0%}{cell['sdpa_us']:>10.0f}{cell['faster']:>7.1f}x",
+                flush=True,
+            )
+    print(json.dumps({"cpu": cpu_name(), "kv_dtype": arguments.kv_dtype, "cells": cells}))
+
+
+def measure(
+    heads: int, kv_heads: int, head_dim: int, length: int, kv_dtype: str, seconds: float
+) -> dict[str, object]:
+    spec = AttentionSpec(
+        phase="decode",
+        device="cpu",
+        dtype="float32",
+        kv_dtype=kv_dtype,
+        block_size=BLOCK,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        v_head_dim=head_dim,
+        scale=head_dim**-0.5,
+    )
+    dtype = getattr(torch, kv_dtype)
+    kv_bytes = 2 * length * kv_heads * head_dim * dtype.itemsize
+    copies = max(2, POOL_BYTES // kv_bytes)
+    blocks = length // BLOCK
+    candidate = CpuCandidate()
+    backend = candidate.open(spec)
+    layout = candidate.kv_layout(spec, copies * blocks)
+    k_cache, v_cache = (torch.randn(shape).to(dtype) for shape in (layout.k_shape, layout.v_shape))
+    q = torch.randn(1, heads, head_dim)
+    ids = np.random.default_rng(0).permutation(copies * blocks).astype(np.int32)
+    plans = [
+        backend.plan(
+            AttentionBatch(np.array([0, 1], np.int32), np.array([length], np.int32), table[None])
+        )
+        for table in ids.reshape(copies, blocks)
+    ]
+
+    def ours() -> None:
+        for plan in plans:
+            backend.run(q, k_cache, v_cache, plan)
+
+    us, clean = timed(ours, seconds)
+    gb_s = kv_bytes * copies / us / 1e3
+    read = read_bandwidth(seconds / 2)
+    shape = (copies, 1, kv_heads, length, head_dim)
+    keys, values = (torch.randn(shape).to(dtype) for _ in "kv")
+    query = q.to(dtype)[:, :, None]
+
+    def sdpa() -> None:
+        for k, v in zip(keys, values, strict=True):
+            scaled_dot_product_attention(query, k, v, enable_gqa=True)
+
+    sdpa_us, _ = timed(sdpa, seconds)
+    return {
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "tokens": length,
+        "splits": int(plans[0].splits.num_splits[0]),
+        "us": us / copies,
+        "mark": " " if clean else "*",
+        "gb_s": gb_s,
+        "read_gb_s": read,
+        "share": gb_s / read,
+        "sdpa_us": sdpa_us / copies,
+        "faster": sdpa_us / us,
+    }
+
+
+def timed(call: Callable[[], None], seconds: float) -> tuple[float, bool]:
+    """Median microseconds of the repetitions in which we weren't preempted, if there are any."""
+    call()
+    clean, every = [], []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(every) < 3:
+        preempted = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+        start = time.perf_counter()
+        call()
+        every.append((time.perf_counter() - start) * 1e6)
+        if resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw == preempted:
+            clean.append(every[-1])
+    return median(clean or every), bool(clean)
+
+
+@jit
+def add_up(numbers, total, thread):  # type: ignore[no-untyped-def]
+    partial = np.int64(0)
+    for number in numbers:
+        partial += number
+    total[thread] = partial
+
+
+def read_bandwidth(seconds: float) -> float:
+    """GB/s of reading 512 MB with every thread."""
+    threads = helpers().num_threads
+    numbers = np.ones((threads, (512 << 20) // 8 // threads), np.int64)
+    total = np.zeros(threads, np.int64)
+    waiting = list(range(threads))
+
+    def part() -> None:
+        while waiting:
+            try:
+                thread = waiting.pop()
+            except IndexError:
+                return
+            add_up(numbers[thread], total, thread)
+
+    def everything() -> None:
+        waiting.extend(range(threads))
+        helpers().run(part)
+
+    us, _ = timed(everything, seconds)
+    return numbers.nbytes / us / 1e3
+
+
+def cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as info:
+            names = [line.split(":")[1].strip() for line in info if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor()
+
+
+if __name__ == "__main__":
+    main()

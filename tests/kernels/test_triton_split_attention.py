@@ -1,0 +1,312 @@
+"""The Triton decode kernel in Triton's interpreter, against float64 and the torch reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+from helpers.attention import Rows, fill_pool, make_rows, make_spec, num_blocks, oracle
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo.attention import AttentionSpec, merge_partials, plan_splits
+from octavo.attention.backends.triton import TritonBackend, TritonCandidate
+from octavo.kernels.split_attention.triton import (
+    Tuning,
+    default_tuning,
+    make_scratch,
+    split_decode,
+)
+
+torch.set_num_threads(1)
+LAST = Tuning(tokens=32, num_warps=4, num_stages=3)
+SECOND_LAUNCH = replace(LAST, merge_kernel=True)
+TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 2e-2}
+
+
+def decode(
+    spec: AttentionSpec,
+    rows: Rows,
+    *,
+    slots: int = 7,
+    sinks: np.ndarray | None = None,
+    tuning: Tuning = LAST,
+    garbage: int = -1,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Run over a pool that is NaN wherever no key lies, with poisoned scratch and outputs."""
+    backend = TritonBackend(spec, slots)
+    pool = fill_pool(spec, TritonCandidate().kv_layout(spec, num_blocks(rows)), backend, rows)
+    scratch = poisoned(make_scratch(spec, len(rows.keys), int(max(rows.batch.seq_lens)), slots))
+    table = np.where(rows.batch.block_table < 0, garbage, rows.batch.block_table)
+    q = torch.from_numpy(rows.q).to(getattr(torch, spec.dtype))
+    out = torch.full((len(q), spec.num_heads, spec.v_head_dim), torch.nan, dtype=q.dtype)
+    lse = torch.full((len(q), spec.num_heads), torch.nan)
+    split_decode(
+        spec,
+        q,
+        *pool,
+        torch.from_numpy(table.astype(np.int32)),
+        torch.from_numpy(rows.batch.seq_lens),
+        num_slots=slots,
+        scratch=scratch,
+        sinks=None if sinks is None else torch.from_numpy(sinks),
+        out=out,
+        lse=lse,
+        tuning=tuning,
+    )
+    assert not scratch.arrived.any(), "the counters must be back at zero for the next launch"
+    return out.double().numpy(), lse.double().numpy()
+
+
+def poisoned(scratch):
+    for part in (scratch.out, scratch.m, scratch.l):
+        part.fill_(torch.nan)
+    return scratch
+
+
+def rounded(spec: AttentionSpec, rows: Rows) -> Rows:
+    """The rows as the pool's dtype holds them, so that only the kernel's own error is left."""
+
+    def cast(x: np.ndarray) -> np.ndarray:
+        return torch.from_numpy(x).to(getattr(torch, spec.dtype)).float().numpy()
+
+    keys, values = ([cast(x) for x in part] for part in (rows.keys, rows.values))
+    return replace(rows, q=cast(rows.q), keys=keys, values=values)
+
+
+def assert_right(spec: AttentionSpec, rows: Rows, sinks: np.ndarray | None = None, **how) -> None:
+    rows = rounded(spec, rows)
+    out, lse = decode(spec, rows, sinks=sinks, **how)
+    want, want_lse = oracle(spec, rows, sinks)
+    np.testing.assert_allclose(out, want, atol=TOLERANCE[spec.dtype])
+    np.testing.assert_allclose(lse, want_lse, atol=5e-6)
+
+
+def spec_for(**changes) -> AttentionSpec:
+    dtype = changes.pop("dtype", "float32")
+    return make_spec(**{"dtype": dtype, "kv_dtype": dtype, "head_dim": 16} | changes)
+
+
+@pytest.mark.parametrize("tuning", [LAST, SECOND_LAUNCH], ids=["last block", "second launch"])
+@pytest.mark.parametrize("mode", ["off", "auto", "fixed"])
+@pytest.mark.parametrize("slots", [1, 7, 76])
+def test_every_mode_and_number_of_slots_gives_the_dense_answer(mode, slots, tuning):
+    spec = spec_for(split_mode=mode, split_tokens=64)
+    assert_right(spec, make_rows(spec, [5, 300, 1, 70]), slots=slots, tuning=tuning)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 5, 7, 12, 24])
+def test_no_group_size_bleeds_into_another_kv_head(group):
+    spec = spec_for(num_heads=2 * group, num_kv_heads=2)
+    assert_right(spec, make_rows(spec, [70, 3]), slots=5)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("mode", ["off", "auto", "fixed"])
+def test_half_precision(mode, dtype):
+    spec = spec_for(head_dim=64, dtype=dtype, split_mode=mode, split_tokens=32)
+    assert_right(spec, make_rows(spec, [100, 3]), slots=5)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "v_head_dim"), [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)]
+)
+def test_head_dims_that_are_no_powers_of_two_are_padded(head_dim, v_head_dim):
+    spec = spec_for(head_dim=head_dim, v_head_dim=v_head_dim, num_heads=2, num_kv_heads=1)
+    assert_right(spec, make_rows(spec, [50]), slots=3, tuning=default_tuning(spec))
+
+
+@pytest.mark.parametrize("block_size", [1, 7, 16, 48, 112, 256, 544])
+def test_any_block_size(block_size):
+    spec = spec_for(block_size=block_size)
+    assert_right(spec, make_rows(spec, [600, 13]), slots=9)
+
+
+@pytest.mark.parametrize("mode", ["off", "auto", "fixed"])
+@pytest.mark.parametrize("window", [1, 5, 16, 40, 4096])
+def test_a_window_reads_only_its_keys(window, mode):
+    """The keys that it left behind are NaN, and their blocks are no longer in the table."""
+    spec = spec_for(window=window, split_mode=mode, split_tokens=25)
+    assert_right(spec, make_rows(spec, [3, 300, 40]), slots=11, garbage=2**30)
+
+
+@pytest.mark.parametrize("mode", ["off", "auto", "fixed"])
+@pytest.mark.parametrize("tuning", [LAST, SECOND_LAUNCH], ids=["last block", "second launch"])
+def test_soft_cap_and_sinks(mode, tuning):
+    spec = spec_for(soft_cap=5.0, has_sinks=True, split_mode=mode, split_tokens=32)
+    sinks = np.linspace(-2, 6, spec.num_heads, dtype=np.float32)
+    assert_right(spec, make_rows(spec, [200, 1, 33], spread=4), sinks, tuning=tuning)
+
+
+@pytest.mark.parametrize("mode", ["off", "auto", "fixed"])
+def test_an_empty_row_is_exactly_zero_and_changes_no_other(mode):
+    """CUDA graphs pad the batch with rows of length 0 (vllm#57094, sglang#1779)."""
+    spec = spec_for(split_mode=mode, split_tokens=64)
+    out, lse = decode(spec, make_rows(spec, [0, 300, 0, 0]))
+    assert (out[[0, 2, 3]] == 0).all()
+    assert (lse[[0, 2, 3]] == -np.inf).all()
+    assert np.isfinite(out[1]).all()
+
+
+def test_an_empty_row_with_a_sink_has_the_sinks_weight():
+    spec = spec_for(has_sinks=True)
+    sinks = np.arange(spec.num_heads, dtype=np.float32)
+    out, lse = decode(spec, make_rows(spec, [0, 20]), sinks=sinks)
+    assert (out[0] == 0).all()
+    np.testing.assert_allclose(lse[0], sinks, atol=1e-6)
+
+
+@pytest.mark.parametrize("garbage", [-1, 2**30])
+def test_table_entries_beyond_the_row_are_never_followed(garbage):
+    spec = spec_for(block_size=4)
+    assert_right(spec, make_rows(spec, [13, 64]), garbage=garbage)
+
+
+def test_block_ids_far_beyond_32_bits_of_elements():
+    """vllm#47671: block id times stride overflows int32. The cache is 6 GB of untouched pages."""
+    spec = spec_for(dtype="float16", block_size=16, num_heads=1, num_kv_heads=1)
+    k, v = (torch.empty(3 * 2**30, dtype=torch.float16) for _ in range(2))
+    blocks = len(k) // (16 * 16)
+    k_cache, v_cache = (x.view(blocks, 16, 1, 16) for x in (k, v))
+    last = torch.tensor([[blocks - 1, blocks - 5]], dtype=torch.int32)
+    k_cache[last[0].long()] = torch.randn(2, 16, 1, 16).half()
+    v_cache[last[0].long()] = torch.randn(2, 16, 1, 16).half()
+    q = torch.randn(1, 1, 16).half()
+    out, _ = split_decode(
+        spec,
+        q,
+        k_cache,
+        v_cache,
+        last,
+        torch.tensor([30], dtype=torch.int32),
+        num_slots=2,
+        scratch=make_scratch(spec, 1, 30, 2),
+    )
+    keys, values = (x[last[0].long()].flatten(0, 1)[:30, 0].double() for x in (k_cache, v_cache))
+    want = (q[0].double() @ keys.T * spec.scale).softmax(-1) @ values
+    torch.testing.assert_close(out[0].double(), want, atol=2e-3, rtol=0)
+
+
+def test_strided_queries_and_outputs():
+    """FlagGems#5235: a combine kernel that took the output for contiguous."""
+    spec = spec_for()
+    rows = make_rows(spec, [100, 7])
+    pool = fill_pool(
+        spec, TritonCandidate().kv_layout(spec, num_blocks(rows)), TritonBackend(spec, 5), rows
+    )
+    wide = torch.zeros(2, 3 * spec.num_heads, spec.head_dim)
+    wide[:, : spec.num_heads] = torch.from_numpy(rows.q)
+    out = torch.full((2, 2 * spec.num_heads, spec.head_dim), 7.0)[:, ::2]
+    split_decode(
+        spec,
+        wide[:, : spec.num_heads],
+        *pool,
+        torch.from_numpy(rows.batch.block_table),
+        torch.from_numpy(rows.batch.seq_lens),
+        num_slots=5,
+        scratch=make_scratch(spec, 2, 100, 5),
+        out=out,
+        tuning=LAST,
+    )
+    np.testing.assert_allclose(out.numpy(), oracle(spec, rows)[0], atol=2e-6)
+    assert (out._base[:, 1::2] == 7).all()
+
+
+@pytest.mark.parametrize("tuning", [LAST, SECOND_LAUNCH], ids=["last block", "second launch"])
+def test_in_fixed_mode_a_row_is_bitwise_the_same_alone_and_in_any_batch(tuning):
+    """FA#1570: the length of one row changed the bits of another."""
+    spec = spec_for(split_mode="fixed", split_tokens=48)
+    rows = make_rows(spec, [90, 200, 12, 50])
+    together, lse = decode(spec, rows, tuning=tuning)
+    for row in range(4):
+        alone = Rows(
+            replace(
+                rows.batch,
+                query_start_loc=np.array([0, 1], np.int32),
+                seq_lens=rows.batch.seq_lens[row : row + 1],
+                block_table=rows.batch.block_table[row : row + 1],
+            ),
+            rows.q[row : row + 1],
+            rows.keys[row : row + 1],
+            rows.values[row : row + 1],
+        )
+        out, alone_lse = decode(spec, alone, slots=3, tuning=tuning)
+        assert (out[0] == together[row]).all()
+        assert (alone_lse[0] == lse[row]).all()
+
+
+def test_kept_partials_are_true_and_merge_to_the_answer():
+    spec = spec_for(split_mode="fixed", split_tokens=32, window=100)
+    rows = make_rows(spec, [150, 20])
+    pool = fill_pool(
+        spec, TritonCandidate().kv_layout(spec, num_blocks(rows)), TritonBackend(spec, 5), rows
+    )
+    scratch = poisoned(make_scratch(spec, 2, 150, 5))
+    out, _ = split_decode(
+        spec,
+        torch.from_numpy(rows.q),
+        *pool,
+        torch.from_numpy(rows.batch.block_table),
+        torch.from_numpy(rows.batch.seq_lens),
+        num_slots=5,
+        scratch=scratch,
+        keep_partials=True,
+        tuning=LAST,
+    )
+    plan = plan_splits(
+        [150, 20],
+        num_kv_heads=2,
+        block_size=16,
+        num_cores=5,
+        mode="fixed",
+        split_tokens=32,
+        window=100,
+    )
+    place = 0
+    for row, cuts in enumerate(plan.boundaries):
+        for head in range(2):
+            heads = slice(3 * head, 3 * head + 3)
+            parts = [x[place : place + len(cuts)] for x in (scratch.out, scratch.m, scratch.l)]
+            for i, (start, stop) in enumerate(cuts):
+                scores = rows.q[row, heads] @ rows.keys[row][start:stop, head].T * spec.scale
+                m = scores.max(-1)
+                np.testing.assert_allclose(parts[1][i], m, atol=2e-6)
+                np.testing.assert_allclose(
+                    parts[2][i], np.exp(scores - m[:, None]).sum(-1), rtol=1e-5
+                )
+            merged, _, _ = merge_partials(*parts)
+            torch.testing.assert_close(merged, out[row, heads], atol=1e-6, rtol=0)
+            place += len(cuts)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    lens=st.lists(st.integers(0, 150), min_size=1, max_size=5),
+    slots=st.integers(1, 40),
+    mode=st.sampled_from(["off", "auto", "fixed"]),
+    min_tiles=st.integers(1, 3),
+    split_tokens=st.integers(1, 100),
+    window=st.none() | st.integers(1, 160),
+    merge_kernel=st.booleans(),
+)
+def test_any_batch_is_covered_exactly(
+    lens, slots, mode, min_tiles, split_tokens, window, merge_kernel
+):
+    if mode == "fixed":
+        split_tokens = max(split_tokens, 10)  # or the interpreter takes long
+    spec = spec_for(
+        head_dim=16,
+        num_heads=2,
+        num_kv_heads=2,
+        block_size=8,
+        window=window,
+        split_mode=mode,
+        split_tokens=split_tokens,
+    )
+    tuning = Tuning(16, 4, 3, min_tiles=min_tiles, merge_kernel=merge_kernel)
+    assert_right(spec, make_rows(spec, lens), slots=slots, tuning=tuning)
