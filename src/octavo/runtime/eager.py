@@ -31,7 +31,7 @@ from octavo.runtime.torch_weights import (
     random_weights,
 )
 
-Op = Callable[..., None]  # op(step) outside the layers, op(step, layer) in them
+Op = Callable[..., None]  # op(runtime, step) outside the layers, and layer=... in them
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class EagerRuntime:
         with torch.inference_mode():
             step = self._begin(batch)
             for op in self._program:
-                op(step)
+                op(self, step)
             self.logits = step.logits
         self._batch = batch
 
@@ -205,19 +205,20 @@ class EagerRuntime:
 
     # ---- the stages
 
-    def _bind(self) -> list[Callable[[Step], None]]:
+    def _bind(self) -> list[Op]:
         """The model's stages as a list of calls. An attention candidate splits and merges in one
-        call; ``sample`` is a launch of its own."""
+        call; ``sample`` is a launch of its own. The calls take the runtime as their first argument:
+        a list that holds it would keep its memory until Python looks for cycles."""
         ops: dict[tuple[StageName, ...], Op] = {
-            ("embed",): self._embed,
-            ("norm_qkv",): self._norm_qkv,
-            ("rope_write",): self._rope_write,
-            ("attend_split", "attend_merge"): self._attend,
-            ("out_proj",): self._out_proj,
-            ("reduce_add",): self._reduce_add,
-            ("norm_ffn_up",): self._norm_ffn_up,
-            ("ffn_down",): self._ffn_down,
-            ("norm_head",): self._norm_head,
+            ("embed",): EagerRuntime._embed,
+            ("norm_qkv",): EagerRuntime._norm_qkv,
+            ("rope_write",): EagerRuntime._rope_write,
+            ("attend_split", "attend_merge"): EagerRuntime._attend,
+            ("out_proj",): EagerRuntime._out_proj,
+            ("reduce_add",): EagerRuntime._reduce_add,
+            ("norm_ffn_up",): EagerRuntime._norm_ffn_up,
+            ("ffn_down",): EagerRuntime._ffn_down,
+            ("norm_head",): EagerRuntime._norm_head,
         }
         stages = [stage for stage in lower(self.spec) if stage.name != "sample"]
         return [

@@ -1,0 +1,302 @@
+"""From a config to an engine that is ready to answer: every choice is made and reported here."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from octavo.attention.candidates import Selection, select
+from octavo.attention.spec import AttentionSpec, Phase
+from octavo.cache import KVGroup, kv_groups
+from octavo.checkpoint import Checkpoint, open_checkpoint, resolve_model
+from octavo.config import EngineConfig
+from octavo.engine.loop import Engine, EngineLimits
+from octavo.errors import ConfigError, InsufficientMemoryError
+from octavo.frontend import Frontend
+from octavo.kernels.threads import num_threads
+from octavo.models.families import spec_from_config
+from octavo.models.spec import DecoderSpec
+from octavo.models.weights import check_weights
+from octavo.runtime.host import free_memory, granted_cores
+from octavo.runtime.memory import plan_kv, widening_note
+from octavo.sampling_params import SamplingParams
+from octavo.text import Tokenizer, load_tokenizer
+
+_SPIN_COUNT = "10000"  # some 10 us
+
+# generation_config.json's names for what SamplingParams calls otherwise; the rest are equal.
+_GENERATION_NAMES = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What was loaded and chosen. ``precision`` says what is computed in and what that gives up;
+    ``notes`` are sentences for the user, such as what the checkpoint's own settings change."""
+
+    model: str
+    runtime: str
+    attention_backend: str  # decode's, and prefill's where that is another
+    precision: str
+    max_model_len: int
+    kv_cache_tokens: int
+    load_seconds: float
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Both sides of a loaded model."""
+
+    engine: Engine
+    frontend: Frontend
+    default_params: SamplingParams
+    report: LoadReport
+
+
+def build_engine(config: EngineConfig) -> Loaded:
+    """Find, check, plan, load, in this order: what can't work is refused before weights are read.
+
+    Raises the classes of :mod:`octavo.errors`, see there.
+    """
+    began = time.monotonic()
+    checkpoint = open_model(config)
+    spec = spec_from_config(checkpoint.config)
+    if config.load_format == "auto":
+        spec = check_weights(spec, checkpoint)
+    device = choose_device(config)
+    dtype = choose_dtype(config, device)
+    notes = []
+    groups = kv_groups(spec)
+    selections = choose_attention(config, spec, groups, device)
+    max_model_len, num_blocks, note = _plan_blocks(config, spec, groups, selections, device)
+    notes.append(note)
+    tokenizer = None if config.skip_tokenizer_init else _load_tokenizer(config, checkpoint)
+    params, note = _default_params(config, checkpoint)
+    notes.append(note)
+    if config.load_format == "auto":
+        notes.append(widening_note(spec, checkpoint, dtype))
+
+    # torch's OpenMP threads spin while they wait. Beside any other busy program that ruins both
+    # (1.3 tok/s against 14), so they sleep soon; it has to be said before torch is loaded.
+    os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
+    from octavo.runtime.eager import load_eager
+
+    runtime = load_eager(
+        spec,
+        checkpoint if config.load_format == "auto" else None,
+        groups,
+        selections,
+        num_blocks,
+        device=device,
+        dtype=dtype,
+        num_threads=min(granted_cores(), num_threads()),
+    )
+    overlapped = device != "cpu" if config.async_scheduling is None else config.async_scheduling
+    limits = EngineLimits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        enable_prefix_caching=config.enable_prefix_caching,
+        async_scheduling=overlapped,
+    )
+    engine = Engine(runtime, groups, limits)
+    frontend = Frontend(
+        tokenizer,
+        vocab_size=spec.vocab_size,
+        eos_token_ids=_eos_token_ids(checkpoint) if tokenizer is None else tokenizer.eos_ids,
+        seed=config.seed,
+    )
+    report = LoadReport(
+        model=checkpoint.name,
+        runtime="eager",
+        attention_backend=_attention_name(selections[0]),
+        precision=_precision(config, dtype, selections[0].decode_spec.kv_dtype),
+        max_model_len=max_model_len,
+        kv_cache_tokens=num_blocks[0] * config.block_size,
+        load_seconds=time.monotonic() - began,
+        notes=tuple(note for note in notes if note),
+    )
+    return Loaded(engine, frontend, params, report)
+
+
+def open_model(config: EngineConfig) -> Checkpoint:
+    """The checkpoint that the config names, opened: described, its weights not yet read."""
+    path = resolve_model(config.model, revision=config.revision)
+    known_by_name = config.model is not None and not Path(config.model).exists()
+    return open_checkpoint(path, config.model if known_by_name else None)
+
+
+def choose_device(config: EngineConfig) -> str:
+    """The device to run on; auto is the GPU where torch finds one."""
+    if config.device == "cpu" or not Path("/proc/driver/nvidia/version").exists():
+        if config.device == "cuda":
+            raise ConfigError("device is cuda, but there is no NVIDIA GPU here; use device cpu")
+        return "cpu"
+    return "cuda"
+
+
+def choose_dtype(config: EngineConfig, device: str) -> str:
+    """What to compute in; auto is float32 on a CPU and bfloat16 on a GPU."""
+    if config.exact or (config.dtype == "auto" and device == "cpu"):
+        return "float32"
+    return "bfloat16" if config.dtype == "auto" else config.dtype
+
+
+def choose_attention(
+    config: EngineConfig, spec: DecoderSpec, groups: Sequence[KVGroup], device: str
+) -> list[Selection]:
+    """Each KV group's pair of attention candidates, with every candidate's verdict."""
+    dtype = choose_dtype(config, device)
+
+    def wanted(phase: Phase, group: KVGroup) -> AttentionSpec:
+        return AttentionSpec(
+            phase=phase,
+            device=device,
+            dtype=dtype,
+            kv_dtype=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+            block_size=config.block_size,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            v_head_dim=spec.head_dim,
+            scale=spec.attention_scale,
+            window=group.window,
+            soft_cap=spec.attention_soft_cap,
+            split_mode=config.split_kv,
+            split_tokens=config.split_kv_tokens,
+        )
+
+    return [
+        select(
+            wanted("prefill", group),
+            wanted("decode", group),
+            backend=config.attention_backend,
+            disabled=config.disable_attention_backend,
+        )
+        for group in groups
+    ]
+
+
+def _plan_blocks(
+    config: EngineConfig,
+    spec: DecoderSpec,
+    groups: Sequence[KVGroup],
+    selections: Sequence[Selection],
+    device: str,
+) -> tuple[int, tuple[int, ...], str | None]:
+    """The longest request, each KV group's number of blocks, and a note where the model's own
+    limit had to be lowered."""
+    own_limit = spec.max_position
+    max_model_len = config.max_model_len or own_limit
+    if max_model_len > own_limit:
+        raise ConfigError(
+            f"max_model_len is {max_model_len}, but the model's positions end at {own_limit}; "
+            f"set it to at most {own_limit}"
+        )
+    if config.num_gpu_blocks_override is not None:
+        return max_model_len, (config.num_gpu_blocks_override,) * len(groups), None
+
+    def plan(length: int) -> tuple[int, ...]:
+        return plan_kv(
+            spec,
+            groups,
+            [selection.kv_layout(1) for selection in selections],
+            block_size=config.block_size,
+            dtype=choose_dtype(config, device),
+            free_bytes=_free_memory(device),
+            utilization=config.gpu_memory_utilization,
+            max_model_len=length,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            prefix_caching=config.enable_prefix_caching,
+            fill=device != "cpu",
+        )
+
+    try:
+        return max_model_len, plan(max_model_len), None
+    except InsufficientMemoryError as error:
+        if config.max_model_len is not None or not error.fitting_model_len:
+            raise
+        fitting = error.fitting_model_len
+        note = (
+            f"max_model_len is {fitting} tokens instead of the model's {own_limit}: memory has no "
+            "room for more"
+        )
+        return fitting, plan(fitting), note
+
+
+def _free_memory(device: str) -> int:
+    if device == "cpu":
+        return free_memory()
+    from octavo.runtime.eager import free_device_memory
+
+    return free_device_memory(device)
+
+
+def _load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer:
+    folder = None if config.tokenizer is None else Path(config.tokenizer)
+    tokenizer = load_tokenizer(checkpoint, folder)
+    if config.chat_template is None:
+        return tokenizer
+    try:
+        template = Path(config.chat_template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"chat_template {config.chat_template!r} can't be read ({error}); give a file with a "
+            "jinja template"
+        ) from error
+    return replace(tokenizer, chat_templates={"default": template})
+
+
+def _default_params(
+    config: EngineConfig, checkpoint: Checkpoint
+) -> tuple[SamplingParams, str | None]:
+    """What requests without parameters get, and a note where the checkpoint changes it."""
+    if config.generation_config == "vllm":
+        return SamplingParams(), None
+    given: dict[str, Any] = {
+        ours: checkpoint.generation_config[theirs]
+        for theirs, ours in _GENERATION_NAMES.items()
+        if checkpoint.generation_config.get(theirs) is not None
+    }
+    if not given:
+        return SamplingParams(), None
+    changes = ", ".join(f"{name} {value}" for name, value in given.items())
+    note = f"the checkpoint's generation_config.json sets the defaults {changes}"
+    return SamplingParams(**given), note
+
+
+def _eos_token_ids(checkpoint: Checkpoint) -> frozenset[int]:
+    """The ids that end an answer, where there is no tokenizer to ask."""
+    found: set[int] = set()
+    for source in (checkpoint.config, checkpoint.generation_config):
+        ids = source.get("eos_token_id")
+        found.update([ids] if isinstance(ids, int) else ids or ())
+    return frozenset(found)
+
+
+def _attention_name(selection: Selection) -> str:
+    names = [selection.decode, selection.prefill]
+    return " + ".join(dict.fromkeys(names))
+
+
+def _precision(config: EngineConfig, dtype: str, kv_dtype: str) -> str:
+    """What is computed in, and what of the checkpoint's precision is given up for it."""
+    if config.exact:
+        return "float32 (exact)"
+    if dtype == kv_dtype == "float32":
+        return "float32"
+    return f"{dtype} (weights and activations rounded to {dtype}, KV to {kv_dtype})"
