@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from octavo.attention.spec import SplitMode
 from octavo.errors import ConfigError
@@ -105,8 +105,18 @@ class EngineConfig:
             ("seed", 0),
         ):
             value = getattr(self, name)
-            if value is not None and value < low:
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ConfigError(f"{name} is {value!r}, it must be a whole number")
+            if value < low:
                 raise ConfigError(f"{name} is {value}, it must be at least {low}")
+        for name, hint in get_type_hints(type(self)).items():
+            choices = get_args(hint) if get_origin(hint) is Literal else ()
+            if choices and getattr(self, name) not in choices:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)!r}, it must be one of {', '.join(choices)}"
+                )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization}, "

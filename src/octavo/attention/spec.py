@@ -88,7 +88,8 @@ class Backend(Protocol):
     def write(
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Store new keys ``[T, Hkv, D]`` and values ``[T, Hkv, Dv]`` at ``slot_mapping`` [T]."""
+        """Store new keys ``[T, Hkv, D]`` and values ``[T, Hkv, Dv]`` at ``slot_mapping`` [T]; a
+        token whose slot is negative is padding and isn't stored."""
 
     def run(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Any, sinks: Tensor | None = None

@@ -46,7 +46,8 @@ def _cache_works() -> bool:
 
 def _key() -> str:
     digest = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.rglob("cpu.py")):
+    here = Path(__file__).parent
+    for source in sorted([*here.glob("*.py"), *here.rglob("cpu.py")]):
         digest.update(source.read_bytes())
     cpu = llvmlite.binding.get_host_cpu_name(), llvmlite.binding.get_host_cpu_features().flatten()
     digest.update(repr((numba.__version__, llvmlite.__version__, cpu)).encode())

@@ -20,13 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.attention.spec import AttentionSpec
-from octavo.kernels.split_attention.triton import (
-    INTERPRETED,
-    block_of,
-    cap_scores,
-    finish,
-    slot_of,
-)
+from octavo.kernels.split_attention.triton import INTERPRETED
+from octavo.kernels.split_attention.triton_kernels import block_of, cap_scores, finish, slot_of
 
 
 @dataclass(frozen=True)

@@ -11,34 +11,45 @@ partials, and ``merge`` puts them together in segment order: the result doesn't 
 thread did what.
 
 LLVM makes of a 16-lane vector what the CPU has: one register of AVX-512, two of AVX2, four of
-NEON. Plain numba loops don't come near: the compiler can't know that scores and keys don't
-overlap, so it keeps no sum in a register.
+NEON. In plain numba loops the compiler can't know that scores and keys don't overlap, so it keeps
+no sum in a register.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from octavo.kernels.jit import jit
+from octavo.kernels.vector_ir import (
+    I64,
+    broadcast,
+    constant,
+    exp,
+    fma,
+    larger,
+    load,
+    load_scalar,
+    loop,
+    prefetch,
+    reduce_max,
+    reduce_sum,
+    store_vector,
+    tree,
+    variable,
+    zeros,
+)
 
 LANES = 16  # tokens of a tile
 CHUNK = 64  # tokens from one update of the running maximum to the next
 HEADS_AT_ONCE = 12  # query heads whose sums stay in registers together
 UNROLL = 8  # head_dim must be a multiple of it
-
-F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
-Value = Any  # of the IR; llvmlite has no types for mypy
-Builder = Any
 
 
 # The three steps. Addresses are int64; ``group``, ``head_dim``, ``v_head_dim`` and ``kv_bytes``
@@ -57,22 +68,22 @@ def tile_scores(typing, queries, keys, ahead, scores, group, head_dim, kv_bytes)
         for heads in _runs(range(group.literal_value), HEADS_AT_ONCE):
             # One head's sum in several chains: an FMA takes four cycles, and two start in each.
             chains = max(1, 8 // len(heads))
-            sums = {(g, c): _variable(b, _zeros(LANES)) for g in heads for c in range(chains)}
-            with _loop(b, I64(0), I64(width), step=UNROLL) as d:
+            sums = {(g, c): variable(b, zeros(LANES)) for g in heads for c in range(chains)}
+            with loop(b, I64(0), I64(width), step=UNROLL) as d:
                 query = b.add(queries, b.mul(d, I64(4)))
                 offset = b.mul(d, I64(LANES * size))
                 key = b.add(keys, offset)
                 if heads[0] == 0:
-                    _prefetch(b, b.add(ahead, offset), UNROLL * LANES * size)
+                    prefetch(b, b.add(ahead, offset), UNROLL * LANES * size)
                 for i in range(UNROLL):
-                    key_lanes = _load(b, key, i * LANES, LANES, size)
+                    key_lanes = load(b, key, i * LANES, LANES, size)
                     for g in heads:
                         total = sums[g, i % chains]
-                        element = _broadcast(b, _load_scalar(b, query, g * width + i), LANES)
-                        b.store(_fma(b, element, key_lanes, b.load(total)), total)
+                        element = broadcast(b, load_scalar(b, query, g * width + i), LANES)
+                        b.store(fma(b, element, key_lanes, b.load(total)), total)
             for g in heads:
-                total = _tree(b.fadd, [b.load(sums[g, c]) for c in range(chains)])
-                _store(b, total, scores, g * CHUNK)
+                total = tree(b.fadd, [b.load(sums[g, c]) for c in range(chains)])
+                store_vector(b, total, scores, g * CHUNK)
         return context.get_dummy_value()
 
     return types.void(queries, keys, ahead, scores, group, head_dim, kv_bytes), emit
@@ -86,13 +97,13 @@ def chunk_softmax(typing, scores, running_max):
     def emit(context, b, signature, arguments):
         scores, running_max = arguments
         offsets = range(0, CHUNK, LANES)
-        lanes = [_load(b, scores, i, LANES, 4) for i in offsets]
-        top = _larger(b, running_max, _reduce_max(b, _tree(lambda x, y: _larger(b, x, y), lanes)))
-        top_lanes = _broadcast(b, top, LANES)
-        weights = [_exp(b, b.fsub(x, top_lanes)) for x in lanes]
+        lanes = [load(b, scores, i, LANES, 4) for i in offsets]
+        top = larger(b, running_max, reduce_max(b, tree(lambda x, y: larger(b, x, y), lanes)))
+        top_lanes = broadcast(b, top, LANES)
+        weights = [exp(b, b.fsub(x, top_lanes)) for x in lanes]
         for i, w in zip(offsets, weights, strict=True):
-            _store(b, w, scores, i)
-        total = _reduce_sum(b, _tree(b.fadd, weights))
+            store_vector(b, w, scores, i)
+        total = reduce_sum(b, tree(b.fadd, weights))
         return context.make_tuple(b, signature.return_type, (top, total))
 
     return types.UniTuple(types.float32, 2)(scores, types.float32), emit
@@ -104,12 +115,12 @@ def chunk_soft_cap(typing, scores, cap):
 
     def emit(context, b, signature, arguments):
         scores, cap = arguments
-        cap = _broadcast(b, cap, LANES)
-        one, two = _constant(1.0, LANES), _constant(2.0, LANES)
+        cap = broadcast(b, cap, LANES)
+        one, two = constant(1.0, LANES), constant(2.0, LANES)
         for i in range(0, CHUNK, LANES):
-            s = _load(b, scores, i, LANES, 4)
-            e = _exp(b, b.fdiv(b.fmul(two, s), cap))  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
-            _store(b, b.fmul(cap, b.fsub(one, b.fdiv(two, b.fadd(e, one)))), scores, i)
+            s = load(b, scores, i, LANES, 4)
+            e = exp(b, b.fdiv(b.fmul(two, s), cap))  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
+            store_vector(b, b.fmul(cap, b.fsub(one, b.fdiv(two, b.fadd(e, one)))), scores, i)
         return context.get_dummy_value()
 
     return types.void(scores, types.float32), emit
@@ -129,24 +140,24 @@ def tile_output(typing, weights, values, ahead, out, first, last, group, v_head_
         for heads in _runs(range(group.literal_value), HEADS_AT_ONCE):
             for columns in _runs(vectors, max(1, 2 * HEADS_AT_ONCE // len(heads))):
                 sums = {
-                    (g, d): _variable(b, _load(b, out, g * width + d, lanes, 4))
+                    (g, d): variable(b, load(b, out, g * width + d, lanes, 4))
                     for g in heads
                     for d, lanes in columns
                 }
-                with _loop(b, first, last) as t:
+                with loop(b, first, last) as t:
                     weight = b.add(weights, b.mul(t, I64(4)))
                     offset = b.mul(t, I64(width * size))
                     value = b.add(values, offset)
                     if heads[0] == 0 and columns[0] == vectors[0]:
-                        _prefetch(b, b.add(ahead, offset), width * size)
-                    by_head = {g: _load_scalar(b, weight, g * CHUNK) for g in heads}
+                        prefetch(b, b.add(ahead, offset), width * size)
+                    by_head = {g: load_scalar(b, weight, g * CHUNK) for g in heads}
                     for d, lanes in columns:
-                        value_lanes = _load(b, value, d, lanes, size)
+                        value_lanes = load(b, value, d, lanes, size)
                         for g in heads:
-                            w = _broadcast(b, by_head[g], lanes)
-                            b.store(_fma(b, w, value_lanes, b.load(sums[g, d])), sums[g, d])
+                            w = broadcast(b, by_head[g], lanes)
+                            b.store(fma(b, w, value_lanes, b.load(sums[g, d])), sums[g, d])
                 for (g, d), total in sums.items():
-                    _store(b, b.load(total), out, g * width + d)
+                    store_vector(b, b.load(total), out, g * width + d)
         return context.get_dummy_value()
 
     arguments = (weights, values, ahead, out, first, last, group, v_head_dim, kv_bytes)
@@ -162,135 +173,6 @@ def fetch_add(typing, counter):
         return b.atomic_rmw("add", pointer, I64(1), "monotonic")
 
     return types.int64(counter), emit
-
-
-# Vector IR, in the few words that the steps need.
-
-
-def _vector(element: Any, lanes: int) -> Any:
-    return ir.VectorType(element, lanes)
-
-
-def _constant(value: float, lanes: int) -> Value:
-    return ir.Constant(_vector(F32, lanes), [value] * lanes)
-
-
-def _zeros(lanes: int) -> Value:
-    return _constant(0.0, lanes)
-
-
-def _pointer(b: Builder, address: Value, offset: int, kind: Any) -> Value:
-    return b.inttoptr(b.add(address, I64(offset)), kind.as_pointer())
-
-
-def _load(b: Builder, address: Value, index: int, lanes: int, size: int) -> Value:
-    """``lanes`` numbers of ``size`` bytes from element ``index`` on, as float32."""
-    if size == 4:
-        return b.load(_pointer(b, address, 4 * index, _vector(F32, lanes)), align=4)
-    half = b.load(_pointer(b, address, 2 * index, _vector(ir.IntType(16), lanes)), align=2)
-    word = _vector(I32, lanes)
-    bits = b.shl(b.zext(half, word), ir.Constant(word, [16] * lanes))
-    return b.bitcast(bits, _vector(F32, lanes))
-
-
-def _load_scalar(b: Builder, address: Value, index: int) -> Value:
-    return b.load(_pointer(b, address, 4 * index, F32), align=4)
-
-
-def _store(b: Builder, value: Value, address: Value, index: int) -> None:
-    b.store(value, _pointer(b, address, 4 * index, value.type), align=4)
-
-
-def _prefetch(b: Builder, address: Value, size: int) -> None:
-    """Ask for ``size`` bytes to be brought near, a cache line at a time."""
-    byte = ir.IntType(8).as_pointer()
-    signature = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
-    prefetch = cgutils.get_or_insert_function(b.module, signature, "llvm.prefetch.p0")
-    for offset in range(0, size, 64):
-        pointer = _pointer(b, address, offset, ir.IntType(8))
-        b.call(prefetch, [pointer, I32(0), I32(3), I32(1)])  # to read, to keep, data
-
-
-def _variable(b: Builder, value: Value) -> Value:
-    """A local that LLVM turns into a register."""
-    slot = cgutils.alloca_once(b, value.type)
-    b.store(value, slot)
-    return slot
-
-
-@contextmanager
-def _loop(b: Builder, start: Value, stop: Value, step: int = 1) -> Iterator[Value]:
-    with cgutils.for_range_slice(b, start, stop, I64(step)) as (index, _):
-        yield index
-
-
-def _broadcast(b: Builder, scalar: Value, lanes: int) -> Value:
-    undefined = ir.Constant(_vector(scalar.type, lanes), ir.Undefined)
-    first = b.insert_element(undefined, scalar, I32(0))
-    return b.shuffle_vector(first, undefined, ir.Constant(_vector(I32, lanes), [0] * lanes))
-
-
-def _call(b: Builder, name: str, *arguments: Value, returns: Any = None) -> Value:
-    kinds = [argument.type for argument in arguments]
-    signature = ir.FunctionType(returns or kinds[0], kinds)
-    return b.call(cgutils.get_or_insert_function(b.module, signature, name), arguments)
-
-
-def _fma(b: Builder, x: Value, y: Value, z: Value) -> Value:
-    return _call(b, f"llvm.fma.v{z.type.count}f32", x, y, z)
-
-
-def _larger(b: Builder, x: Value, y: Value) -> Value:
-    return b.select(b.fcmp_ordered(">", x, y), x, y)
-
-
-def _reduce_max(b: Builder, x: Value) -> Value:
-    return _call(b, f"llvm.vector.reduce.fmax.v{LANES}f32", x, returns=F32)
-
-
-def _reduce_sum(b: Builder, x: Value) -> Value:
-    """The sum of a vector's lanes, halving it each time: a fixed order."""
-    lanes = LANES
-    while lanes > 1:
-        lanes //= 2
-        low, high = (
-            b.shuffle_vector(
-                x, x, ir.Constant(_vector(I32, lanes), list(range(start, start + lanes)))
-            )
-            for start in (0, lanes)
-        )
-        x = b.fadd(low, high)
-    return b.extract_element(x, I32(0))
-
-
-def _exp(b: Builder, x: Value) -> Value:
-    """``exp(x)`` to 2e-7 of its value: 2 to the nearest integer times a polynomial for the rest.
-
-    Clamped to 2**-126 and 2**126; a NaN stays one."""
-    lanes = x.type.count
-    power = b.fmul(x, _constant(1 / math.log(2), lanes))
-    for sign, limit in (("<", -126.0), (">", 126.0)):
-        bound = _constant(limit, lanes)
-        power = b.select(b.fcmp_ordered(sign, power, bound), bound, power)
-    whole = _call(b, f"llvm.rint.v{lanes}f32", power)
-    rest = b.fsub(power, whole)
-    result = _constant(math.log(2) ** 6 / math.factorial(6), lanes)
-    for order in range(5, -1, -1):
-        result = _fma(
-            b, result, rest, _constant(math.log(2) ** order / math.factorial(order), lanes)
-        )
-    word = _vector(I32, lanes)
-    exponent = b.add(b.fptosi(whole, word), ir.Constant(word, [127] * lanes))
-    scale = b.bitcast(b.shl(exponent, ir.Constant(word, [23] * lanes)), _vector(F32, lanes))
-    return b.fmul(result, scale)
-
-
-def _tree(combine: Callable[[Value, Value], Value], values: Sequence[Value]) -> Value:
-    """Combine neighbours, then the results, and so on."""
-    while len(values) > 1:
-        pairs = [combine(x, y) for x, y in zip(values[::2], values[1::2], strict=False)]
-        values = pairs + list(values[len(pairs) * 2 :])
-    return values[0]
 
 
 def _runs(items: Sequence[Any], length: int) -> list[Sequence[Any]]:
@@ -324,6 +206,7 @@ def decode_kernel(group: int, head_dim: int, v_head_dim: int, kv_bytes: int) -> 
         k_tile_bytes, v_tile_bytes = LANES * head_dim * kv_bytes, LANES * v_head_dim * kv_bytes
         queries = np.empty((group, head_dim), np.float32)
         scores = np.empty((group, CHUNK), np.float32)
+        here, ahead = np.empty(CHUNK // LANES, np.int64), np.empty(CHUNK // LANES, np.int64)
         while True:
             item = fetch_add(next_item.ctypes.data)
             if item >= len(order) * num_kv_heads:
@@ -339,17 +222,21 @@ def decode_kernel(group: int, head_dim: int, v_head_dim: int, kv_bytes: int) -> 
                 continue
             queries[:] = q[row, heads] * scale
             table = block_table[row]
+            for i in range(CHUNK // LANES):
+                position = min(start // CHUNK * CHUNK + i * LANES, stop - 1)
+                ahead[i] = tile_of(position, table, tiles, num_kv_heads, kv_head)
             for chunk in range(start // CHUNK * CHUNK, stop, CHUNK):
                 first, last = max(start - chunk, 0), min(stop - chunk, CHUNK)
                 lanes = range(first // LANES * LANES, last, LANES)
+                for i in range(CHUNK // LANES):
+                    here[i] = ahead[i]
+                    position = min(chunk + CHUNK + i * LANES, stop - 1)
+                    ahead[i] = tile_of(position, table, tiles, num_kv_heads, kv_head)
                 for lane in lanes:
-                    tile = tile_of(chunk + lane, table, tiles, num_kv_heads, kv_head)
-                    after = min(chunk + lane + CHUNK, stop - 1)
-                    ahead = tile_of(after, table, tiles, num_kv_heads, kv_head)
                     tile_scores(
                         queries.ctypes.data,
-                        k_cache.ctypes.data + tile * k_tile_bytes,
-                        k_cache.ctypes.data + ahead * k_tile_bytes,
+                        k_cache.ctypes.data + here[lane // LANES] * k_tile_bytes,
+                        k_cache.ctypes.data + ahead[lane // LANES] * k_tile_bytes,
                         scores.ctypes.data + 4 * lane,
                         group,
                         head_dim,
@@ -366,16 +253,14 @@ def decode_kernel(group: int, head_dim: int, v_head_dim: int, kv_bytes: int) -> 
                         discount = np.float32(math.exp(m[g] - top))
                         m[g] = top
                         l[g] *= discount
-                        out[g] *= discount
+                        for d in range(v_head_dim):
+                            out[g, d] *= discount
                     l[g] += total
                 for lane in lanes:
-                    tile = tile_of(chunk + lane, table, tiles, num_kv_heads, kv_head)
-                    after = min(chunk + lane + CHUNK, stop - 1)
-                    ahead = tile_of(after, table, tiles, num_kv_heads, kv_head)
                     tile_output(
                         scores.ctypes.data + 4 * lane,
-                        v_cache.ctypes.data + tile * v_tile_bytes,
-                        v_cache.ctypes.data + ahead * v_tile_bytes,
+                        v_cache.ctypes.data + here[lane // LANES] * v_tile_bytes,
+                        v_cache.ctypes.data + ahead[lane // LANES] * v_tile_bytes,
                         out.ctypes.data,
                         max(first - lane, 0),
                         min(last - lane, LANES),

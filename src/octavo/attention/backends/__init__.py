@@ -1,0 +1,1 @@
+"""One module per attention candidate; ``attention.candidates`` imports them when they are asked."""

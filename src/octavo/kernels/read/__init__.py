@@ -1,0 +1,1 @@
+"""Reading memory and nothing else: the bandwidth that attention is measured against."""

@@ -1,0 +1,447 @@
+"""Split-KV decode attention, device side: who reads which keys, the split kernel and the merge.
+
+The history of every (row, KV head) is a *line* of *units* of consecutive keys; all lines laid end
+to end, row by row and head by head, are the step's work. Share ``i`` of ``n`` is the units from
+``i * U // n`` up to ``(i + 1) * U // n``, whatever lines they lie in, so that a 128K row beside
+thirty-one short ones leaves no block idle (stream-K, Osama et al. 2023, on the key axis of
+FlashDecoding, Dao et al. 2023). Where ``n`` is a multiple of the number of lines and all are
+equally long, every share lies in one line. The lengths are read on the device, so that a captured
+CUDA graph stays right at every length.
+
+The part of a line that falls into one share is a *segment*. A line that is one segment is
+finished where it was read; of any other, each segment leaves a partial in scratch memory for the
+merge kernel: the sum of weighted values, the maximum and the weight sum, in base 2.
+
+Modes differ in the unit: ``auto`` one tile of keys, ``off`` the whole line. In ``fixed`` mode a
+unit is a *leaf*, ``split_tokens`` keys at absolute multiples, each with a softmax of its own, and
+``FOLD`` leaves at absolute multiples are a *group*. Leaves are added up in order to their group,
+and groups to the line, by whoever has them: a group that lies in one share is added up by the
+block that read it, any other by the merge kernel, with the same instructions. So a row's bits
+depend on nothing but the row.
+"""
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+LOG2E = tl.constexpr(math.log2(math.e))
+LN2 = tl.constexpr(math.log(2))
+
+
+@triton.jit(do_not_specialize=["num_rows", "line_groups", "stride_table"])
+def split_kernel(
+    q,
+    k_cache,
+    v_cache,
+    block_table,
+    seq_lens,
+    sinks,
+    out,
+    lse,
+    part_out,
+    part_m,
+    part_l,
+    scale,  # times log2(e)
+    soft_cap,  # times log2(e)
+    num_rows,
+    line_groups,
+    stride_qr,
+    stride_qh,
+    stride_table,
+    stride_or,
+    stride_oh,
+    K_STRIDES: tl.constexpr,  # of block, token and head: constants save a third of the loop
+    V_STRIDES: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    UNIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    FIXED: tl.constexpr,
+    FOLD: tl.constexpr,
+    DEPENDENT: tl.constexpr,  # launched before the kernel in front of it has ended
+    EARLY: tl.constexpr,  # lets the merge kernel start, and wait, before this one ends
+    TOKENS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Grid: (shares,). See the module's docstring."""
+    if EARLY:
+        gdc_launch_dependents()
+    row_ids = tl.arange(0, BLOCK_ROWS)
+    units = _units_of_rows(seq_lens, row_ids, num_rows, UNIT, WINDOW)
+    row_ends = tl.cumsum(units, 0) * NUM_KV_HEADS
+    total = tl.sum(units, 0) * NUM_KV_HEADS
+    share = tl.program_id(0)
+    shares = tl.minimum(tl.num_programs(0), total)
+    unit = tl.minimum(_cut(share, total, shares), total)
+    share_end = tl.minimum(_cut(share + 1, total, shares), total)
+    if DEPENDENT:
+        gdc_wait()  # in every block, or completion would not be transitive
+
+    g = tl.arange(0, BLOCK_G)
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    t = tl.arange(0, TOKENS)
+    while unit < share_end:
+        row = tl.sum((row_ends <= unit).to(tl.int32), 0)
+        row_start = tl.max(tl.where(row_ends <= unit, row_ends, 0), 0)
+        seq_len = tl.load(seq_lens + row)
+        visible_from, first_unit, line_units = _line(seq_len, UNIT, WINDOW)
+        head = (unit - row_start) // line_units
+        line_start = row_start + head * line_units
+        begin = unit - line_start
+        end = tl.minimum(line_units, share_end - line_start)
+        finished_here = (begin == 0) & (end == line_units)
+        if FIXED:
+            last_unit = first_unit + line_units - 1
+            finished_here &= first_unit // FOLD == last_unit // FOLD
+
+        # From here on in keys: the segment is [start, stop).
+        start = tl.maximum(visible_from, (first_unit + begin) * UNIT)
+        stop = tl.minimum(seq_len, (first_unit + end) * UNIT)
+        heads = head * GROUP + g
+        row64 = row.to(tl.int64)
+        query = tl.load(
+            q + row64 * stride_qr + heads[:, None] * stride_qh + d[None, :],
+            mask=(g < GROUP)[:, None] & (d < HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        if WIDEN:
+            query = query.to(tl.float32)
+        table = block_table + row64 * stride_table
+        k_head = k_cache + head.to(tl.int64) * K_STRIDES[2]
+        v_head = v_cache + head.to(tl.int64) * V_STRIDES[2]
+        m, l, acc = _empty(BLOCK_G, BLOCK_DV)
+        group_m, group_l, group_acc = _empty(BLOCK_G, BLOCK_DV)
+        # Block ids are fetched one tile ahead, or no K/V could be in flight while another tile is
+        # worked on.
+        first_tile = start // TOKENS * TOKENS  # a window begins anywhere
+        keys = first_tile + t
+        block = tl.load(
+            table + block_of(keys, BLOCK_SIZE), mask=(keys >= start) & (keys < stop), other=0
+        )
+        for position in range(first_tile, stop, TOKENS):
+            keys = position + t
+            valid = keys < stop
+            if WINDOW:
+                valid &= keys >= start
+            slot = slot_of(keys, BLOCK_SIZE)
+            block64 = block.to(tl.int64)
+            k = tl.load(
+                k_head + (block64 * K_STRIDES[0] + slot * K_STRIDES[1])[:, None] + d[None, :],
+                mask=valid[:, None] & (d < HEAD_DIM)[None, :],
+                other=0.0,
+            )
+            v = tl.load(
+                v_head + (block64 * V_STRIDES[0] + slot * V_STRIDES[1])[:, None] + dv[None, :],
+                mask=valid[:, None] & (dv < V_HEAD_DIM)[None, :],
+                other=0.0,
+            )
+            ahead = keys + TOKENS
+            block = tl.load(table + block_of(ahead, BLOCK_SIZE), mask=ahead < stop, other=0)
+            if WIDEN:
+                k = k.to(tl.float32)
+                v = v.to(tl.float32)
+            scores = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
+            if SOFT_CAP:
+                scores = cap_scores(scores, soft_cap)
+            scores = tl.where(valid[None, :], scores, float("-inf"))
+            new_m = tl.maximum(m, tl.max(scores, 1))
+            discount = tl.exp2(m - new_m)
+            weights = tl.exp2(scores - new_m[:, None])
+            l = l * discount + tl.sum(weights, 1)
+            acc = acc * discount[:, None]
+            acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+            m = new_m
+            if FIXED:  # noqa: SIM102 (known when compiled)
+                if ((position + TOKENS) % UNIT == 0) | (position + TOKENS >= stop):
+                    group_m, group_l, group_acc = _add(group_m, group_l, group_acc, m, l, acc)
+                    m, l, acc = _empty(BLOCK_G, BLOCK_DV)
+                    leaf = position // UNIT
+                    first, last = _leaves_of_group(leaf // FOLD, first_unit, line_units, FOLD)
+                    whole = (first >= begin) & (last < end)
+                    if (leaf == first_unit + last) | (whole == 0):  # noqa: SIM102
+                        if finished_here == 0:
+                            line = row * NUM_KV_HEADS + head
+                            place = line.to(tl.int64) * line_groups + leaf // FOLD
+                            place -= first_unit // FOLD
+                            if whole == 0:
+                                place = _cut_group(
+                                    line_start + first,
+                                    total,
+                                    shares,
+                                    num_rows * NUM_KV_HEADS,
+                                    line_groups,
+                                    FOLD,
+                                )
+                                place += leaf % FOLD
+                            _leave(
+                                (part_out, part_m, part_l),
+                                place * GROUP + g,
+                                (group_m, group_l, group_acc),
+                                g < GROUP,
+                                dv,
+                                V_HEAD_DIM,
+                            )
+                            group_m, group_l, group_acc = _empty(BLOCK_G, BLOCK_DV)
+
+        if FIXED:
+            m, l, acc = group_m, group_l, group_acc
+        if finished_here:
+            outs = out + row64 * stride_or + heads * stride_oh
+            lses = lse + row64 * (NUM_KV_HEADS * GROUP) + heads
+            finish(acc, m, l, sinks, heads, outs, lses, g < GROUP, dv, V_HEAD_DIM, SINKS)
+        elif not FIXED:
+            place = 2 * share.to(tl.int64) + (begin == 0)
+            parts = (part_out, part_m, part_l)
+            _leave(parts, place * GROUP + g, (m, l, acc), g < GROUP, dv, V_HEAD_DIM)
+        unit = line_start + end
+
+
+@triton.jit(do_not_specialize=["max_shares", "num_rows", "line_groups"])
+def merge_kernel(
+    seq_lens,
+    sinks,
+    out,
+    lse,
+    part_out,
+    part_m,
+    part_l,
+    max_shares,
+    num_rows,
+    line_groups,
+    stride_or,
+    stride_oh,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    UNIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
+    FIXED: tl.constexpr,
+    FOLD: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Grid: (R, H). The merge of ``attention/merge.py`` for one query head whose line no block
+    has finished: its partials in the order of their keys, ``PARTIALS`` of them at a time."""
+    if EARLY:
+        gdc_launch_dependents()
+    row_ids = tl.arange(0, BLOCK_ROWS)
+    row = tl.program_id(0)
+    query_head = tl.program_id(1)
+    kv_head = query_head // GROUP
+    units = _units_of_rows(seq_lens, row_ids, num_rows, UNIT, WINDOW)
+    total = tl.sum(units, 0) * NUM_KV_HEADS
+    shares = tl.minimum(max_shares, total)
+    row_start = tl.sum(tl.where(row_ids < row, units, 0), 0) * NUM_KV_HEADS
+    _, first_unit, line_units = _line(tl.load(seq_lens + row), UNIT, WINDOW)
+    line_start = row_start + kv_head * line_units
+    first_share = _share_of(line_start, total, shares)
+    last_share = _share_of(line_start + line_units - 1, total, shares)
+    if FIXED:
+        count = (first_unit + line_units - 1) // FOLD - first_unit // FOLD + 1
+    else:
+        count = last_share - first_share + 1
+    if EARLY:
+        gdc_wait()  # in every block, or this kernel could end before the one it follows
+    if (first_share < last_share) | (count > 1):
+        dv = tl.arange(0, BLOCK_DV)
+        m, l, acc = _empty(1, BLOCK_DV)
+        for i in range(0, count, PARTIALS):
+            s = i + tl.arange(0, PARTIALS)
+            part_max, part_sum, values = _empty(PARTIALS, BLOCK_DV)
+            for leaf in tl.static_range(FOLD if FIXED else 1):
+                if FIXED:
+                    group = first_unit // FOLD + s
+                    first, last = _leaves_of_group(group, first_unit, line_units, FOLD)
+                    owner = _share_of(line_start + first, total, shares)
+                    whole = owner == _share_of(line_start + last, total, shares)
+                    line = row * NUM_KV_HEADS + kv_head
+                    cut_place = leaf + _cut_group(
+                        line_start + first,
+                        total,
+                        shares,
+                        num_rows * NUM_KV_HEADS,
+                        line_groups,
+                        FOLD,
+                    )
+                    place = tl.where(whole, line.to(tl.int64) * line_groups + s, cut_place)
+                    nth = group * FOLD + leaf - first_unit
+                    there = tl.where(whole, leaf == 0, (nth >= first) & (nth <= last))
+                else:
+                    # A share's second place is for the line that it ends in, its first for the
+                    # line that it begins in.
+                    place = 2 * (first_share + s).to(tl.int64) + (s == 0)
+                    there = s < count
+                there &= s < count
+                part = place * GROUP + query_head % GROUP
+                next_max = tl.load(part_m + part, mask=there, other=float("-inf"))
+                next_sum = tl.load(part_l + part, mask=there, other=0.0)
+                next_values = tl.load(
+                    part_out + part[:, None] * V_HEAD_DIM + dv[None, :],
+                    mask=there[:, None] & (dv < V_HEAD_DIM)[None, :],
+                    other=0.0,
+                )
+                part_max, part_sum, values = _add(
+                    part_max, part_sum, values, next_max, next_sum, next_values
+                )
+            new_m = tl.maximum(m, tl.max(part_max, 0))
+            yardstick = tl.where(new_m == float("-inf"), 0.0, new_m)
+            weights = tl.exp2(part_max - yardstick)
+            discount = tl.exp2(m - yardstick)
+            l = l * discount + tl.sum(part_sum * weights, 0)
+            acc = acc * discount[:, None] + tl.sum(values * weights[:, None], 0)[None, :]
+            m = new_m
+        heads = query_head + tl.arange(0, 1)
+        outs = out + row.to(tl.int64) * stride_or + heads * stride_oh
+        lses = lse + row.to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads
+        finish(acc, m, l, sinks, heads, outs, lses, heads >= 0, dv, V_HEAD_DIM, SINKS)
+
+
+# Who reads what: lines, shares, leaves and groups.
+
+
+@triton.jit
+def _line(seq_len, UNIT: tl.constexpr, WINDOW: tl.constexpr):
+    """The first visible key of a row, the unit it lies in, and the row's number of units: at
+    least one, so that an empty row also has a block that writes its zeros."""
+    visible_from = tl.maximum(seq_len - WINDOW, 0) if WINDOW else seq_len * 0
+    first_unit = visible_from // UNIT
+    return visible_from, first_unit, tl.maximum(tl.cdiv(seq_len, UNIT) - first_unit, 1)
+
+
+@triton.jit
+def _units_of_rows(seq_lens, row_ids, num_rows, UNIT: tl.constexpr, WINDOW: tl.constexpr):
+    lens = tl.load(seq_lens + row_ids, mask=row_ids < num_rows, other=0)
+    _, _, units = _line(lens, UNIT, WINDOW)
+    return tl.where(row_ids < num_rows, units, 0)
+
+
+@triton.jit
+def _cut(i, total, shares):
+    """``i * total // shares``, in 32 bits where ``shares`` has 15: a 64-bit division takes
+    hundreds of cycles, and no key is on its way before."""
+    return i * (total // shares) + i * (total % shares) // shares
+
+
+@triton.jit
+def _share_of(unit, total, shares):
+    """The share that holds a unit: the last ``i`` with ``i * total // shares <= unit``."""
+    return (((unit + 1).to(tl.int64) * shares - 1) // total).to(tl.int32)
+
+
+@triton.jit
+def _leaves_of_group(group, first_leaf, line_leaves, FOLD: tl.constexpr):
+    """The first and the last leaf of a line that belong to a group, counted within the line."""
+    first = tl.maximum(group * FOLD - first_leaf, 0)
+    return first, tl.minimum(group * FOLD + FOLD - first_leaf, line_leaves) - 1
+
+
+@triton.jit
+def _cut_group(first_unit, total, shares, num_lines, line_groups, FOLD: tl.constexpr):
+    """The place of leaf 0 of a group that a share's end cuts: behind the places of all whole
+    groups, by the share that the group begins in. No other group is cut by that share's end."""
+    whole_groups = num_lines.to(tl.int64) * line_groups
+    return whole_groups + _share_of(first_unit, total, shares).to(tl.int64) * FOLD
+
+
+# Partials: a maximum [G], a weight sum [G] and a sum of weighted values [G, Dv]; base 2.
+
+
+@triton.jit
+def _empty(G: tl.constexpr, DV: tl.constexpr):
+    m = tl.full([G], float("-inf"), tl.float32)
+    return m, tl.zeros([G], tl.float32), tl.zeros([G, DV], tl.float32)
+
+
+@triton.jit
+def _add(m, l, acc, next_m, next_l, next_acc):
+    """Two partials as one. Adding to an empty one, or an empty one, changes no bit; products and
+    sums are joined by hand, so that two kernels cannot round them differently."""
+    new_m = tl.maximum(m, next_m)
+    yardstick = tl.where(new_m == float("-inf"), 0.0, new_m)
+    discount = tl.exp2(m - yardstick)
+    weight = tl.exp2(next_m - yardstick)
+    l = tl.fma(next_l, weight, l * discount)
+    return new_m, l, tl.fma(next_acc, weight[:, None], acc * discount[:, None])
+
+
+@triton.jit
+def _leave(scratch, part, partial, valid, dv, V_HEAD_DIM: tl.constexpr):
+    """Store a partial's heads at ``part``."""
+    part_out, part_m, part_l = scratch
+    m, l, acc = partial
+    tl.store(part_m + part, m, mask=valid)
+    tl.store(part_l + part, l, mask=valid)
+    tl.store(
+        part_out + part[:, None] * V_HEAD_DIM + dv[None, :],
+        acc,
+        mask=valid[:, None] & (dv < V_HEAD_DIM)[None, :],
+    )
+
+
+@triton.jit
+def finish(
+    acc,
+    m,
+    l,
+    sinks,
+    heads,
+    outs,
+    lses,
+    valid,
+    dv,
+    V_HEAD_DIM: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """Add the sink, as one more partial ``(0, sink, 1)``, divide, and write the answers of query
+    ``heads`` to the rows at pointers ``outs`` and to pointers ``lses``. ``m`` is in base 2."""
+    if SINKS:
+        sink = tl.load(sinks + heads, mask=valid, other=0.0).to(tl.float32) * LOG2E
+        new_m = tl.maximum(m, sink)
+        discount = tl.exp2(m - new_m)
+        l = l * discount + tl.exp2(sink - new_m)
+        acc = acc * discount[:, None]
+        m = new_m
+    divisor = tl.where(l > 0, l, 1.0)
+    tl.store(
+        outs[:, None] + dv[None, :],
+        (acc / divisor[:, None]).to(outs.dtype.element_ty),
+        mask=valid[:, None] & (dv < V_HEAD_DIM)[None, :],
+    )
+    log_sum = tl.where(l > 0, (m + tl.log2(divisor)) * LN2, float("-inf"))
+    tl.store(lses, log_sum, mask=valid)
+
+
+@triton.jit
+def cap_scores(scores, cap):
+    """``cap * tanh(scores / cap)`` of base-2 scores and cap, by exp2 alone; right at both
+    infinities."""
+    return cap - 2.0 * cap / (tl.exp2(scores * (2.0 * LOG2E / cap)) + 1.0)
+
+
+@triton.jit
+def block_of(keys, BLOCK_SIZE: tl.constexpr):
+    """Unsigned: a shift where the block size is a power of two."""
+    return keys.to(tl.uint32) // BLOCK_SIZE
+
+
+@triton.jit
+def slot_of(keys, BLOCK_SIZE: tl.constexpr):
+    return (keys.to(tl.uint32) % BLOCK_SIZE).to(tl.int64)

@@ -1,0 +1,143 @@
+"""LLVM's vector IR in the few words that CPU kernels need, for the bodies of numba intrinsics.
+
+``b`` is llvmlite's builder, an address an int64, a vector float32. What LLVM makes of a vector
+that is wider than the CPU's registers is several of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+
+F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+Value = Any  # llvmlite has no types for mypy
+Builder = Any
+
+
+def vector(element: Any, lanes: int) -> Any:
+    return ir.VectorType(element, lanes)
+
+
+def constant(value: float, lanes: int) -> Value:
+    return ir.Constant(vector(F32, lanes), [value] * lanes)
+
+
+def zeros(lanes: int) -> Value:
+    return constant(0.0, lanes)
+
+
+def pointer(b: Builder, address: Value, offset: int, kind: Any) -> Value:
+    return b.inttoptr(b.add(address, I64(offset)), kind.as_pointer())
+
+
+def load(b: Builder, address: Value, index: int, lanes: int, size: int) -> Value:
+    """``lanes`` numbers of ``size`` bytes from element ``index`` on, as float32."""
+    if size == 4:
+        return b.load(pointer(b, address, 4 * index, vector(F32, lanes)), align=4)
+    half = b.load(pointer(b, address, 2 * index, vector(ir.IntType(16), lanes)), align=2)
+    word = vector(I32, lanes)
+    bits = b.shl(b.zext(half, word), ir.Constant(word, [16] * lanes))
+    return b.bitcast(bits, vector(F32, lanes))
+
+
+def load_scalar(b: Builder, address: Value, index: int) -> Value:
+    return b.load(pointer(b, address, 4 * index, F32), align=4)
+
+
+def store_vector(b: Builder, value: Value, address: Value, index: int) -> None:
+    b.store(value, pointer(b, address, 4 * index, value.type), align=4)
+
+
+def prefetch(b: Builder, address: Value, size: int) -> None:
+    """Ask for ``size`` bytes to be brought near, a cache line at a time."""
+    byte = ir.IntType(8).as_pointer()
+    signature = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
+    fetch = cgutils.get_or_insert_function(b.module, signature, "llvm.prefetch.p0")
+    for offset in range(0, size, 64):
+        line = pointer(b, address, offset, ir.IntType(8))
+        b.call(fetch, [line, I32(0), I32(2), I32(1)])  # to read, into L2, data
+
+
+def variable(b: Builder, value: Value) -> Value:
+    """A local that LLVM turns into a register."""
+    slot = cgutils.alloca_once(b, value.type)
+    b.store(value, slot)
+    return slot
+
+
+@contextmanager
+def loop(b: Builder, start: Value, stop: Value, step: int = 1) -> Iterator[Value]:
+    with cgutils.for_range_slice(b, start, stop, I64(step)) as (index, _):
+        yield index
+
+
+def broadcast(b: Builder, scalar: Value, lanes: int) -> Value:
+    undefined = ir.Constant(vector(scalar.type, lanes), ir.Undefined)
+    first = b.insert_element(undefined, scalar, I32(0))
+    return b.shuffle_vector(first, undefined, ir.Constant(vector(I32, lanes), [0] * lanes))
+
+
+def call(b: Builder, name: str, *arguments: Value, returns: Any = None) -> Value:
+    kinds = [argument.type for argument in arguments]
+    signature = ir.FunctionType(returns or kinds[0], kinds)
+    return b.call(cgutils.get_or_insert_function(b.module, signature, name), arguments)
+
+
+def fma(b: Builder, x: Value, y: Value, z: Value) -> Value:
+    return call(b, f"llvm.fma.v{z.type.count}f32", x, y, z)
+
+
+def larger(b: Builder, x: Value, y: Value) -> Value:
+    return b.select(b.fcmp_ordered(">", x, y), x, y)
+
+
+def reduce_max(b: Builder, x: Value) -> Value:
+    return call(b, f"llvm.vector.reduce.fmax.v{x.type.count}f32", x, returns=F32)
+
+
+def reduce_sum(b: Builder, x: Value) -> Value:
+    """The sum of a vector's lanes, halving it each time: a fixed order."""
+    lanes = x.type.count
+    while lanes > 1:
+        lanes //= 2
+        low, high = (
+            b.shuffle_vector(
+                x, x, ir.Constant(vector(I32, lanes), list(range(start, start + lanes)))
+            )
+            for start in (0, lanes)
+        )
+        x = b.fadd(low, high)
+    return b.extract_element(x, I32(0))
+
+
+def exp(b: Builder, x: Value) -> Value:
+    """``exp(x)`` to 2e-7 of its value: 2 to the nearest integer times a polynomial for the rest.
+
+    Clamped to 2**-126 and 2**126; a NaN stays one."""
+    lanes = x.type.count
+    power = b.fmul(x, constant(1 / math.log(2), lanes))
+    for sign, limit in (("<", -126.0), (">", 126.0)):
+        bound = constant(limit, lanes)
+        power = b.select(b.fcmp_ordered(sign, power, bound), bound, power)
+    whole = call(b, f"llvm.rint.v{lanes}f32", power)
+    rest = b.fsub(power, whole)
+    result = constant(math.log(2) ** 6 / math.factorial(6), lanes)
+    for order in range(5, -1, -1):
+        result = fma(b, result, rest, constant(math.log(2) ** order / math.factorial(order), lanes))
+    word = vector(I32, lanes)
+    exponent = b.add(b.fptosi(whole, word), ir.Constant(word, [127] * lanes))
+    scale = b.bitcast(b.shl(exponent, ir.Constant(word, [23] * lanes)), vector(F32, lanes))
+    return b.fmul(result, scale)
+
+
+def tree(combine: Callable[[Value, Value], Value], values: Sequence[Value]) -> Value:
+    """Combine neighbours, then the results, and so on."""
+    while len(values) > 1:
+        pairs = [combine(x, y) for x, y in zip(values[::2], values[1::2], strict=False)]
+        values = pairs + list(values[len(pairs) * 2 :])
+    return values[0]

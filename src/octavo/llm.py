@@ -1,0 +1,363 @@
+"""The offline API: ``LLM`` answers prompts in the caller's process, ``AsyncLLM`` streams."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+from octavo.config import engine_config
+from octavo.engine.build import LoadReport, build_engine
+from octavo.errors import InvalidRequestError, OctavoError
+from octavo.frontend import Frontend, Prompt, Submission
+from octavo.outputs import RequestOutput
+from octavo.progress import generation_progress
+from octavo.sampling_params import SamplingParams
+from octavo.text import Tokenizer, encode_prompt, render_chat
+
+Message = Mapping[str, Any]
+_Listener = Callable[[RequestOutput | BaseException], None]
+
+
+class LLM:
+    """A loaded model. Options are those of :class:`octavo.config.EngineConfig`, vLLM's names.
+
+    ``report`` tells what was loaded and chosen. Raises a subclass of :class:`OctavoError` where the
+    model can't be found, read or run, TypeError for an unknown option.
+    """
+
+    report: LoadReport
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        self._loaded = build_engine(engine_config(model, options))
+        self.report = self._loaded.report
+        self._engine = self._loaded.engine
+        self._frontend = self._loaded.frontend
+        self._ids = itertools.count()
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; InvalidRequestError where it was skipped."""
+        return _need_tokenizer(self._frontend)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What applies where no parameters are given: generation_config.json's values."""
+        return self._loaded.default_params
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+        cache_salt: str | None = None,
+    ) -> list[RequestOutput]:
+        """Answer all prompts, batched; outputs come in the prompts' order.
+
+        A prompt is text, ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}`` (where a
+        ``"prompt"`` beside the ids is only shown in the output); parameters are one for all or one
+        each. All prompts are checked before any is run: a bad one raises
+        :class:`InvalidRequestError` and nothing is generated. ``use_tqdm`` shows progress.
+        """
+        batch = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        params = self._params_for(batch, sampling_params)
+        priorities = [0] * len(batch) if priority is None else list(priority)
+        if len(priorities) != len(batch):
+            raise InvalidRequestError(
+                f"{len(priorities)} priorities for {len(batch)} prompts", "priority"
+            )
+        submissions = [
+            self._prepare(prompt, one, level, cache_salt)
+            for prompt, one, level in zip(batch, params, priorities, strict=True)
+        ]
+        return self._run_all(submissions, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several.
+
+        ``template_options`` are those of :func:`octavo.text.render_chat`: tools, documents,
+        add_generation_prompt, continue_final_message, chat_template. Further variables of the
+        template go into ``chat_template_kwargs`` (``{"enable_thinking": False}``).
+        """
+        several = bool(messages) and not isinstance(messages[0], Mapping)
+        conversations: Any = messages if several else [messages]
+        prompts = [self._chat_prompt(one, **template_options) for one in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Generator[RequestOutput]:
+        """Yield the output of one prompt as it grows (the same object, text cumulative). Closing
+        the iterator aborts the request."""
+        submission = self._prepare(prompt, sampling_params or self._loaded.default_params)
+        return self._stream(submission)
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        **template_options: Any,
+    ) -> Generator[RequestOutput]:
+        """:meth:`stream` of one conversation."""
+        return self.stream(self._chat_prompt(messages, **template_options), sampling_params)
+
+    def _chat_prompt(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Prompt:
+        tokenizer = self.get_tokenizer()
+        text = render_chat(
+            tokenizer,
+            messages,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            **(chat_template_kwargs or {}),
+        )
+        return {"prompt": str(text), "prompt_token_ids": encode_prompt(tokenizer, text)}
+
+    def _params_for(
+        self,
+        batch: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[SamplingParams]:
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            return [sampling_params or self._loaded.default_params] * len(batch)
+        if len(sampling_params) != len(batch):
+            raise InvalidRequestError(
+                f"{len(sampling_params)} sampling parameters for {len(batch)} prompts; "
+                "give one for all or one each",
+                "sampling_params",
+            )
+        return list(sampling_params)
+
+    def _prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> Submission:
+        submission = self._frontend.prepare(
+            str(next(self._ids)), prompt, params, priority=priority, cache_salt=cache_salt
+        )
+        for request in submission.requests:
+            self._engine.check(request)
+        return submission
+
+    def _start(self, submission: Submission) -> None:
+        self._frontend.register(submission)
+        for request in submission.requests:
+            self._engine.add(request)
+
+    def _abort(self, submission: Submission) -> None:
+        for request_id in self._frontend.drop(submission):
+            self._engine.abort(request_id)
+        while self._frontend.is_idle and self._engine.has_work:
+            self._engine.step()  # a step in flight ends, and its blocks return
+
+    def _step(self) -> list[RequestOutput]:
+        step = self._frontend.process(self._engine.step())
+        for request_id in step.stopped:
+            self._engine.finish(request_id)
+        return step.outputs
+
+    def _stream(self, submission: Submission) -> Generator[RequestOutput]:
+        self._start(submission)
+        output = submission.output
+        told_of_end = False
+        try:
+            while not told_of_end:
+                # Between two values the caller may have run other requests, and this one with them.
+                changed = [output] if output.finished else self._step()
+                told_of_end = output.finished
+                if any(one is output for one in changed):
+                    yield output
+        finally:
+            self._abort(submission)
+
+    def _run_all(self, submissions: list[Submission], use_tqdm: bool) -> list[RequestOutput]:
+        try:
+            with generation_progress(len(submissions), enabled=use_tqdm) as advance:
+                for submission in submissions:
+                    self._start(submission)
+                running = {id(submission.output) for submission in submissions}
+                while running:
+                    ended = [one for one in self._step() if one.finished and id(one) in running]
+                    running.difference_update(map(id, ended))
+                    advance(ended)
+        finally:
+            for submission in submissions:
+                self._abort(submission)
+        return [submission.output for submission in submissions]
+
+
+class AsyncLLM:
+    """A loaded model for asyncio: the engine steps in a thread of its own.
+
+    Use it as ``async with AsyncLLM(...) as llm`` or call :meth:`shutdown`.
+    """
+
+    report: LoadReport
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        self._llm = LLM(model, **options)
+        self.report = self._llm.report
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._listeners: dict[int, _Listener] = {}  # by id of the output object
+        self._ended: BaseException | None = None
+        self._ending = threading.Lock()  # no call may slip in between the last and the end
+        self._thread = threading.Thread(target=self._work, name="octavo-engine", daemon=True)
+        self._thread.start()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await asyncio.to_thread(self.shutdown)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; InvalidRequestError where it was skipped."""
+        return self._llm.get_tokenizer()
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Yield the output of one prompt as it grows, text cumulative, each a copy of its own.
+
+        A caller that falls behind gets the newest output, not all in between. Leaving the loop, or
+        cancelling the task, aborts the request and frees its blocks.
+        """
+        params = sampling_params or self._llm.get_default_sampling_params()
+        submission = self._llm._prepare(prompt, params, priority, cache_salt)
+        loop = asyncio.get_running_loop()
+        arrived = asyncio.Event()
+        newest: list[RequestOutput | BaseException] = []
+
+        def receive(item: RequestOutput | BaseException) -> None:
+            newest[:] = [item]
+            arrived.set()
+
+        def listen(item: RequestOutput | BaseException) -> None:
+            try:
+                loop.call_soon_threadsafe(receive, item)
+            except RuntimeError:  # the event loop is closed: nobody waits any more
+                stop()
+
+        def start() -> None:
+            self._listeners[id(submission.output)] = listen
+            self._llm._start(submission)
+
+        def stop() -> None:
+            self._listeners.pop(id(submission.output), None)
+            self._llm._abort(submission)
+
+        with self._ending:
+            if self._ended is not None:
+                raise self._ended
+            self._calls.put(start)
+        try:
+            while True:
+                await arrived.wait()
+                arrived.clear()
+                [item] = newest
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+                if item.finished:
+                    return
+        finally:
+            self._calls.put(stop)
+
+    def shutdown(self) -> None:
+        """Abort what runs and stop the engine's thread."""
+        self._calls.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        error: BaseException = OctavoError("the engine was shut down; make a new AsyncLLM")
+        try:
+            while self._take_calls(wait=not self._llm._engine.has_work):
+                for output in self._llm._step():
+                    listen = self._listeners.get(id(output))
+                    if output.finished:
+                        self._listeners.pop(id(output), None)
+                    if listen is not None:
+                        listen(_snapshot(output))
+        except Exception as problem:  # the engine is broken: every caller has to hear of it
+            error = problem
+        with self._ending:
+            self._ended = error
+            while not self._take_calls(wait=False):
+                pass  # several may have asked to stop: whoever called between them gets an answer
+        for listen in list(self._listeners.values()):
+            listen(error)
+        self._listeners.clear()
+
+    def _take_calls(self, wait: bool) -> bool:
+        """Carry out the calls that have come, at least one if ``wait``; False: to stop now."""
+        while True:
+            try:
+                call = self._calls.get(block=wait)
+            except queue.Empty:
+                return True
+            if call is None:
+                return False
+            call()
+            wait = False
+
+
+def _snapshot(output: RequestOutput) -> RequestOutput:
+    """A copy that another thread may read while the engine writes on."""
+    return replace(
+        output,
+        outputs=[
+            replace(
+                one,
+                token_ids=one.token_ids[:],
+                logprobs=None if one.logprobs is None else one.logprobs[:],
+            )
+            for one in output.outputs
+        ],
+        metrics=replace(output.metrics),
+    )
+
+
+def _need_tokenizer(frontend: Frontend) -> Tokenizer:
+    if frontend.tokenizer is None:
+        raise InvalidRequestError(
+            "this needs the tokenizer, which was skipped (skip_tokenizer_init); "
+            "load the model with it, or give token ids"
+        )
+    return frontend.tokenizer
