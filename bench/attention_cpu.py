@@ -2,8 +2,9 @@
 
     python bench/attention_cpu.py [--kv-dtype bfloat16] [--lengths 512,4096,32768]
 
-One query token attends to a history of the given length. Each call reads another part of more than
-200 MB of keys and values, as the layers of a model do, so that they come from memory. SDPA gets
+One query token attends to a history of the given length. Each call reads another part of 256 MB of
+keys and values, as the layers of a model do, so that they come from memory; blocks lie in the
+order in which a fresh pool hands them out (``--shuffled`` for the worst). SDPA gets
 the best it can have: contiguous keys and values, repeated for the query heads by ``enable_gqa``.
 Read bandwidth is measured between the cells, by summing 512 MB with the same threads. A repetition
 counts as clean when no thread of ours was preempted; the median of the clean ones is shown (of
@@ -38,6 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--kv-dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--lengths", default="512,1024,4096,16384,65536")
+    parser.add_argument("--shuffled", action="store_true")
     parser.add_argument("--seconds", type=float, default=1.5, help="for each figure")
     arguments = parser.parse_args()
     torch.set_num_threads(helpers().num_threads)
@@ -53,7 +55,13 @@ def main() -> None:
     cells = []
     for heads, kv_heads, head_dim in SHAPES:
         for length in map(int, arguments.lengths.split(",")):
-            cell = measure(heads, kv_heads, head_dim, length, arguments.kv_dtype, arguments.seconds)
+            cell = measure(
+                (heads, kv_heads, head_dim),
+                length,
+                arguments.kv_dtype,
+                arguments.seconds,
+                arguments.shuffled,
+            )
             cells.append(cell)
             print(
                 f"{f'{heads}/{kv_heads}x{head_dim}':>8}{length:>8}{cell['splits']:>8}"
@@ -65,8 +73,10 @@ def main() -> None:
 
 
 def measure(
-    heads: int, kv_heads: int, head_dim: int, length: int, kv_dtype: str, seconds: float
+    shape: tuple[int, int, int], length: int, kv_dtype: str, seconds: float, shuffled: bool
 ) -> dict[str, object]:
+    """One cell of the table: ``shape`` is query heads, KV heads and head size."""
+    heads, kv_heads, head_dim = shape
     spec = AttentionSpec(
         phase="decode",
         device="cpu",
@@ -88,7 +98,9 @@ def measure(
     layout = candidate.kv_layout(spec, copies * blocks)
     k_cache, v_cache = (torch.randn(shape).to(dtype) for shape in (layout.k_shape, layout.v_shape))
     q = torch.randn(1, heads, head_dim)
-    ids = np.random.default_rng(0).permutation(copies * blocks).astype(np.int32)
+    ids = np.arange(copies * blocks, dtype=np.int32)
+    if shuffled:
+        np.random.default_rng(0).shuffle(ids)
     plans = [
         backend.plan(
             AttentionBatch(np.array([0, 1], np.int32), np.array([length], np.int32), table[None])
@@ -103,8 +115,8 @@ def measure(
     us, clean = timed(ours, seconds)
     gb_s = kv_bytes * copies / us / 1e3
     read = read_bandwidth(seconds / 2)
-    shape = (copies, 1, kv_heads, length, head_dim)
-    keys, values = (torch.randn(shape).to(dtype) for _ in "kv")
+    contiguous = (copies, 1, kv_heads, length, head_dim)
+    keys, values = (torch.randn(contiguous).to(dtype) for _ in "kv")
     query = q.to(dtype)[:, :, None]
 
     def sdpa() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.runtime.host import free_memory, granted_cores
+from octavo.host import free_memory, granted_cores
 
 GB = 2**30
 
@@ -101,4 +101,13 @@ def test_cores(
     tmp_path: Path, files: dict[str, str], cores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert granted_cores(tree(tmp_path, files)) == cores
+
+
+def test_omp_num_threads_asks_for_fewer_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert granted_cores() <= 3
+    monkeypatch.setenv("OMP_NUM_THREADS", "64")
+    assert granted_cores() <= 8

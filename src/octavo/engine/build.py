@@ -17,11 +17,10 @@ from octavo.config import EngineConfig
 from octavo.engine.loop import Engine, EngineLimits
 from octavo.errors import ConfigError, InsufficientMemoryError
 from octavo.frontend import Frontend
-from octavo.kernels.threads import num_threads
+from octavo.host import free_memory, granted_cores
 from octavo.models.families import spec_from_config
 from octavo.models.spec import DecoderSpec
 from octavo.models.weights import check_weights
-from octavo.runtime.host import free_memory, granted_cores
 from octavo.runtime.memory import plan_kv, widening_note
 from octavo.sampling_params import SamplingParams
 from octavo.text import Tokenizer, load_tokenizer
@@ -100,7 +99,7 @@ def build_engine(config: EngineConfig) -> Loaded:
         num_blocks,
         device=device,
         dtype=dtype,
-        num_threads=min(granted_cores(), num_threads()),
+        num_threads=granted_cores(),
     )
     overlapped = device != "cpu" if config.async_scheduling is None else config.async_scheduling
     limits = EngineLimits(

@@ -8,6 +8,8 @@ device. Philox4x32-10 is that of Salmon et al., "Parallel random numbers: as eas
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -29,7 +31,8 @@ def philox4x32(c0: UInt64, c1: int, c2: int, c3: int, key: int) -> UInt32:
     """
     # Words are kept in 64 bits, which their products need. Those that don't yet depend on c0 stay
     # scalars: the first rounds are half the work.
-    x0, x1, x2, x3 = c0, np.uint64(c1), np.uint64(c2), np.uint64(c3)
+    words: list[Any] = [c0, np.uint64(c1), np.uint64(c2), np.uint64(c3)]
+    x0, x1, x2, x3 = words
     k0, k1 = key & _WORD, key >> 32
     for _ in range(_ROUNDS):
         product0 = x0 * _MULTIPLIERS[0]
@@ -37,9 +40,9 @@ def philox4x32(c0: UInt64, c1: int, c2: int, c3: int, key: int) -> UInt32:
         x0, x1 = (product1 >> _HIGH) ^ (x1 ^ np.uint64(k0)), product1 & _LOW
         x2, x3 = (product0 >> _HIGH) ^ (x3 ^ np.uint64(k1)), product0 & _LOW
         k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
-    words = np.empty((4, len(c0)), np.uint32)
-    words[0], words[1], words[2], words[3] = x0, x1, x2, x3
-    return words
+    result = np.empty((4, len(c0)), np.uint32)
+    result[0], result[1], result[2], result[3] = x0, x1, x2, x3
+    return result
 
 
 def gumbel(words: UInt32) -> NDArray[np.float32]:
@@ -52,7 +55,8 @@ def gumbel(words: UInt32) -> NDArray[np.float32]:
     """
     v = words.astype(np.float32) * np.float32(2**-32) + np.float32(2**-33)
     np.minimum(v, np.float32(1 - 2**-24), out=v)
-    return -np.log(-np.log1p(-v))
+    noise: NDArray[np.float32] = -np.log(-np.log1p(-v))
+    return noise
 
 
 def token_noise(

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from functools import cache
 from queue import Empty, SimpleQueue
 
+from octavo.host import granted_cores
+
 
 class Helpers:
     """``num_threads - 1`` sleeping threads; the caller of :meth:`run` makes up the number."""
@@ -66,20 +68,10 @@ class Helpers:
                 self._outcomes.put(None)
 
 
-def num_threads() -> int:
-    """``OMP_NUM_THREADS`` where it is set, as for torch; else the CPUs this process may use."""
-    wanted = os.environ.get("OMP_NUM_THREADS", "")
-    if wanted.isdecimal() and int(wanted) > 0:
-        return int(wanted)
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 @cache
 def helpers() -> Helpers:
     """The process's own helpers, started at the first call."""
-    return Helpers(num_threads())
+    return Helpers(granted_cores())
 
 
 os.register_at_fork(after_in_child=helpers.cache_clear)  # a child inherits none of the threads

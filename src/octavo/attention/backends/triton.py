@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 DTYPES = ("bfloat16", "float16", "float32")
 MAX_HEAD_DIM = 256
 MAX_GROUP = 64  # query heads of a KV head: all of them are one tile of the decode kernel
+MIN_TILE = 16  # keys the decode kernel reads at a time, at least: no tile reaches over a cut
 
 
 class TritonCandidate:
@@ -43,6 +44,9 @@ class TritonCandidate:
         if max(spec.head_dim, spec.v_head_dim) > MAX_HEAD_DIM:
             head_dim = max(spec.head_dim, spec.v_head_dim)
             return Support(False, f"head_dim {head_dim} is more than {MAX_HEAD_DIM}")
+        if spec.split_mode == "fixed" and spec.split_tokens % MIN_TILE:
+            reason = f"fixed splits of {spec.split_tokens} tokens aren't multiples of {MIN_TILE}"
+            return Support(False, reason)
         return Support(True)
 
     def kv_layout(self, spec: AttentionSpec, num_blocks: int) -> KVLayout:

@@ -303,19 +303,22 @@ def _attend(
         if WIDEN:
             k = k.to(tl.float32)
             v = v.to(tl.float32)
-        scores = tl.dot(queries, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.dot(queries, tl.trans(k), input_precision="ieee")
+        # The scale is applied where the maximum is taken off, in one instruction.
+        factor = scale
         if SOFT_CAP:
-            scores = cap_scores(scores, soft_cap)
+            scores = cap_scores(scores * scale, soft_cap)
+            factor = 1.0
         if MASKED:
             seen = (keys[None, :] <= positions[:, None]) & (keys < last)[None, :]
             if WINDOW:
                 seen &= keys[None, :] > positions[:, None] - WINDOW
             scores = tl.where(seen, scores, float("-inf"))
-        new_m = tl.maximum(m, tl.max(scores, 1))
+        new_m = tl.maximum(m, tl.max(scores, 1) * factor)
         # A row that has seen no key yet: any finite yardstick will do; -inf - (-inf) is NaN.
         yardstick = tl.where(new_m == float("-inf"), 0.0, new_m) if MASKED else new_m
         discount = tl.exp2(m - yardstick)
-        weights = tl.exp2(scores - yardstick[:, None])
+        weights = tl.exp2(scores * factor - yardstick[:, None])
         l = l * discount + tl.sum(weights, 1)
         acc = acc * discount[:, None]
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")

@@ -58,7 +58,11 @@ class Scratch:
 
 
 def make_scratch(
-    spec: AttentionSpec, num_rows: int, max_tokens: int, num_slots: int, tuning: Tuning | None = None
+    spec: AttentionSpec,
+    num_rows: int,
+    max_tokens: int,
+    num_slots: int,
+    tuning: Tuning | None = None,
 ) -> Scratch:
     """Scratch for up to ``num_rows`` rows of up to ``max_tokens`` keys.
 

@@ -1,0 +1,107 @@
+"""Certificates: which candidates ``octavo verify`` has accepted, and on what kind of hardware.
+
+A certificate is a JSON file. The project's own come with the package and hold for the code beside
+them; a user's lie in the user's data folder and hold for the versions that they name.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import platform
+from collections.abc import Iterable, Iterator
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+# The package whose code computes, beside our own.
+KERNEL_PACKAGES = {
+    "ascend_fia": "torch_npu",
+    "cpu": "numba",
+    "flashinfer": "flashinfer-python",
+    "reference": "torch",
+    "torch": "torch",
+    "triton": "triton",
+}
+PROJECT_FOLDER = Path(__file__).parents[1] / "verify" / "certificates"
+
+
+def is_certified(candidate: str, device: str) -> bool:
+    """Whether a certificate covers the candidate on this device. The reference needs none."""
+    if candidate == "reference":
+        return True
+    wanted = {"candidate": candidate, "hardware": hardware_of(device), "passed": True}
+    now = wanted | {"versions": versions(candidate)}
+    return _any_has(PROJECT_FOLDER, wanted) or _any_has(user_folder(), now)
+
+
+def user_folder() -> Path:
+    """Where this user's certificates lie."""
+    return platformdirs.user_data_path("octavo") / "certificates"
+
+
+def versions(candidate: str) -> dict[str, str]:
+    """What a user's certificate holds for: Octavo and the package that brings the kernel."""
+    from octavo import __version__
+
+    package = KERNEL_PACKAGES[candidate]
+    try:
+        return {"octavo": __version__, package: metadata.version(package)}
+    except metadata.PackageNotFoundError:
+        return {"octavo": __version__}
+
+
+@cache
+def hardware_of(device: str) -> str:
+    """The kind of hardware that a kernel is compiled for: a GPU's architecture (``sm_90``), a
+    CPU's widest vectors (``avx512``, ``avx2``) or else its name (``arm64``), ``npu``."""
+    kind, _, number = device.partition(":")
+    if kind == "cuda":
+        return _gpu_architecture(int(number or 0)) or "unknown GPU"
+    if kind != "cpu":
+        return kind
+    flags = set(_cpu_flags())
+    if "avx512f" in flags:
+        return "avx512"
+    return "avx2" if {"avx2", "fma"} <= flags else platform.machine()
+
+
+def _any_has(folder: Path, wanted: dict[str, Any]) -> bool:
+    return any(wanted.items() <= one.items() for one in _certificates(folder.glob("*.json")))
+
+
+def _certificates(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
+    """Files that can't be read certify nothing."""
+    for path in paths:
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(found, dict):
+            yield found
+
+
+def _gpu_architecture(number: int) -> str | None:
+    """Asked of the driver itself: torch would take seconds. None where there is no driver."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    capability = []
+    for attribute in (75, 76):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
+        value = ctypes.c_int()
+        if cuda.cuInit(0) or cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, number):
+            return None
+        capability.append(value.value)
+    return "sm_{}{}".format(*capability)
+
+
+def _cpu_flags() -> list[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return []
+    return next((line.split() for line in lines if line.startswith("flags")), [])
