@@ -227,7 +227,7 @@ class AsyncLLM:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._listeners: dict[int, _Listener] = {}  # by id of the output object
         self._ended: BaseException | None = None
-        self._ending = threading.Lock()  # no call may slip in between the last and the end
+        self._ending = threading.Lock()  # no caller may come in while the others are told
         self._thread = threading.Thread(target=self._work, name="octavo-engine", daemon=True)
         self._thread.start()
 
@@ -273,10 +273,9 @@ class AsyncLLM:
             try:
                 loop.call_soon_threadsafe(receive, item)
             except RuntimeError:  # the event loop is closed: nobody waits any more
-                stop()
+                self._calls.put(stop)
 
         def start() -> None:
-            self._listeners[id(submission.output)] = listen
             self._llm._start(submission)
 
         def stop() -> None:
@@ -286,6 +285,7 @@ class AsyncLLM:
         with self._ending:
             if self._ended is not None:
                 raise self._ended
+            self._listeners[id(submission.output)] = listen
             self._calls.put(start)
         try:
             while True:
@@ -301,7 +301,7 @@ class AsyncLLM:
             self._calls.put(stop)
 
     def shutdown(self) -> None:
-        """Abort what runs and stop the engine's thread."""
+        """Stop the engine's thread; whoever still waits for an answer gets an OctavoError."""
         self._calls.put(None)
         self._thread.join()
 
@@ -319,11 +319,10 @@ class AsyncLLM:
             error = problem
         with self._ending:
             self._ended = error
-            while not self._take_calls(wait=False):
-                pass  # several may have asked to stop: whoever called between them gets an answer
-        for listen in list(self._listeners.values()):
+            listeners = list(self._listeners.values())
+            self._listeners.clear()
+        for listen in listeners:
             listen(error)
-        self._listeners.clear()
 
     def _take_calls(self, wait: bool) -> bool:
         """Carry out the calls that have come, at least one if ``wait``; False: to stop now."""
