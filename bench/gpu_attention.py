@@ -6,9 +6,9 @@ each launch from a CUDA graph, launch i of it on its own KV copy, so that the co
 us is graph time over launches, median of the replays. Every cell and variant is first compared
 with a float64 softmax. The read ceiling is measured in the same run.
 
-    python3 bench/gpu_attention.py [--quick] [--budget-s 420] [--out results.json]
+    PYTHONPATH=src python3 bench/gpu_attention.py [--budget-s 300] [--out results.json]
 
-Prints a table a person can read last; every figure is in the JSON file.
+Prints tables a person can read last; every figure is in the JSON file.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ import argparse
 import itertools
 import json
 import math
+import multiprocessing
 import os
+import random
 import sys
 import time
 import traceback
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -30,6 +34,7 @@ import triton.language as tl
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
+import octavo.kernels.split_attention.triton as split_attention
 from octavo.attention.spec import AttentionSpec
 from octavo.kernels.kv_store.triton import store_kv
 from octavo.kernels.paged_prefill.triton import PrefillTuning, paged_prefill
@@ -42,7 +47,7 @@ from octavo.kernels.split_attention.triton import (
 
 DEVICE = "cuda"
 BF16 = torch.bfloat16
-KV_HEADS, HEAD_DIM, PAGE = 8, 128, 16
+PAGE = 16
 PEERS_CEILING = 4702.0  # GB/s in the run that took the figures below
 # (query heads, context, batch): best paged kernel and cuDNN on contiguous K/V, microseconds.
 PEERS = {
@@ -83,48 +88,152 @@ PEERS = {
     (64, 32768, 16): (484.9, 464.5),
     (64, 32768, 64): (1881.2, 1872.0),
 }
-SKEWED = [131072] + [4096] * 31
 
-# name: (mode, tuning, blocks a multiprocessor or 0 for all that fit, fixed tokens)
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    def __str__(self) -> str:
+        return f"{self.heads}/{self.kv_heads}x{self.head_dim}"
+
+
+@dataclass(frozen=True)
+class Cell:
+    shape: Shape
+    label: str
+    lens: tuple[int, ...]
+
+    @property
+    def peers(self) -> tuple[float, float]:
+        key = (self.shape.heads, max(self.lens), len(self.lens))
+        even = len(set(self.lens)) == 1 and self.shape.head_dim == 128
+        return PEERS.get(key, (math.nan, math.nan)) if even else (math.nan, math.nan)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """``slots``: times the resident blocks if positive, else minus the blocks of each SM."""
+
+    tuning: Tuning
+    slots: int = 1
+    mode: str = "auto"
+    split_tokens: int = 512
+
+
+LLAMA = Shape(32, 8, 128)
+S3, S4, S6, W2 = Tuning(64, 4, 3), Tuning(64, 4, 4), Tuning(64, 4, 6), Tuning(64, 2, 4)
+# On every cell. 64-token tiles; s3: 3 stages, 3 blocks an SM; s4: 2 blocks; s6: one.
 MAIN = {
-    "t64s3": ("auto", Tuning(64, 4, 3), 0, 0),
-    "t64s4": ("auto", Tuning(64, 4, 4), 0, 0),
-    "t64s3mk": ("auto", Tuning(64, 4, 3, merge_kernel=True), 0, 0),
-    "t128w8": ("auto", Tuning(128, 8, 3), 0, 0),
+    "s3": Variant(S3),
+    "s4": Variant(S4),
+    "s6": Variant(S6),
+    "w2s4": Variant(W2),
+    "s4d": Variant(replace(S4, dependent=True)),
+    "s3x2": Variant(S3, 2),  # two waves: the hardware balances
 }
-# Timed on few cells: B1 at every length, and where the issue sets an aim.
+FIXED = {  # from 2K on
+    "fix256": Variant(S4, mode="fixed", split_tokens=256),
+    "fix512": Variant(S4, mode="fixed", split_tokens=512),
+}
+OFF = {  # up to 512
+    "off": Variant(S4, mode="off"),
+    "off6": Variant(S6, mode="off"),
+}
 MORE = {
-    "t64s3x2": ("auto", Tuning(64, 4, 3), 2, 0),
-    "t64s3m2": ("auto", Tuning(64, 4, 3, min_tiles=2), 0, 0),
-    "t64s3m4": ("auto", Tuning(64, 4, 3, min_tiles=4), 0, 0),
-    "t32s4": ("auto", Tuning(32, 4, 4), 0, 0),
-    "t32s6": ("auto", Tuning(32, 4, 6), 0, 0),
-    "t64w8s3": ("auto", Tuning(64, 8, 3), 0, 0),
-    "t64w2s4": ("auto", Tuning(64, 2, 4), 0, 0),
-    "t64s4mk": ("auto", Tuning(64, 4, 4, merge_kernel=True), 0, 0),
-    "off": ("off", Tuning(64, 4, 4), 0, 0),
-    "fix512": ("fixed", Tuning(64, 4, 3), 0, 512),
-    "fix512mk": ("fixed", Tuning(64, 4, 3, merge_kernel=True), 0, 512),
-    "fix256mk": ("fixed", Tuning(64, 4, 3, merge_kernel=True), 0, 256),
-    "fix1024mk": ("fixed", Tuning(64, 4, 3, merge_kernel=True), 0, 1024),
+    "s3x4": Variant(S3, 4),
+    "s4x2": Variant(S4, 2),
+    "s4-1": Variant(S4, -1),
+    "w2s3": Variant(Tuning(64, 2, 3)),
+    "w2s4x2": Variant(W2, 2),
+    "w2s4d": Variant(replace(W2, dependent=True)),
+    "s6d": Variant(replace(S6, dependent=True)),
+    "off": Variant(S4, mode="off"),
+    "f256x2": Variant(S4, 2, "fixed", 256),
+    "f256g8": Variant(replace(S4, fold=8), mode="fixed", split_tokens=256),
+    "f256g1": Variant(replace(S4, fold=1), mode="fixed", split_tokens=256),
+    "f512s6": Variant(S6, mode="fixed", split_tokens=512),
 }
-MORE_CELLS = {
-    (32, 512, 1),
-    (32, 512, 64),
-    (32, 2048, 1),
-    (32, 2048, 64),
-    (32, 8192, 1),
-    (32, 8192, 16),
-    (32, 32768, 1),
-    (32, 131072, 1),
-}
+MORE_CELLS = [(512, 1), (512, 4), (512, 16), (512, 64), (2048, 1), (2048, 4), (2048, 16)]
+MORE_CELLS += [(2048, 64), (8192, 1), (8192, 16), (32768, 1), (32768, 16), (131072, 1)]
+
+
+def cells() -> list[Cell]:
+    """The most telling first: a run that is out of time leaves out the rest."""
+    even = [Cell(Shape(h, 8, 128), str(n), (n,) * b) for h, n, b in PEERS]
+    even += [Cell(Shape(16, 8, 128), str(n), (n,) * b) for n in (512, 8192) for b in (1, 16)]
+    even += [Cell(Shape(16, 8, 128), "131072", (131072,))]
+    even += [Cell(Shape(9, 3, 64), str(n), (n,) * b) for n in (512, 8192, 131072) for b in (1, 16)]
+    draw = random.Random(0)
+    uneven = [
+        Cell(LLAMA, "skewed", (131072,) + (4096,) * 31),
+        Cell(LLAMA, "100-2K", tuple(draw.randint(100, 2048) for _ in range(64))),
+        Cell(LLAMA, "100-1K", tuple(draw.randint(100, 1024) for _ in range(256))),
+        Cell(LLAMA, "1K-100K", tuple(draw.randint(1000, 100_000) for _ in range(8))),
+    ]
+    ours = [c for c in even if c.shape == LLAMA]
+    others = [c for c in even if c.shape != LLAMA]
+    return (
+        sorted(ours, key=lambda c: sum(c.lens)) + uneven + sorted(others, key=lambda c: sum(c.lens))
+    )
+
+
+def variants_of(cell: Cell) -> dict[str, Variant]:
+    longest = max(cell.lens)
+    chosen = MAIN | (FIXED if longest >= 2048 else {}) | (OFF if longest <= 512 else {})
+    if cell.shape == LLAMA and ((longest, len(cell.lens)) in MORE_CELLS or len(set(cell.lens)) > 1):
+        chosen |= MORE
+    return chosen
+
+
 PREFILL = {
     "m128t64w8s3": PrefillTuning(128, 64, 8, 3),
-    "m128t64w8s2": PrefillTuning(128, 64, 8, 2),
-    "m64t64w4s3": PrefillTuning(64, 64, 4, 3),
+    "m128t64w8s4": PrefillTuning(128, 64, 8, 4),
     "m128t128w8s2": PrefillTuning(128, 128, 8, 2),
-    "m64t128w4s2": PrefillTuning(64, 128, 4, 2),
+    "m128t128w8s3": PrefillTuning(128, 128, 8, 3),
 }
+
+
+def compile_ahead() -> float:
+    """Fill Triton's cache from many processes; seconds it took. What fails, fails again later."""
+    began = time.time()
+    wanted = {}
+    for cell in cells():
+        for v in variants_of(cell).values():
+            rows = max(16, triton.next_power_of_2(len(cell.lens)))
+            wanted[spec_of(cell.shape, v), v.tuning, rows] = None
+    jobs = [(_compile_decode, *key) for key in wanted]
+    jobs += [(_compile_prefill, tuning) for tuning in PREFILL.values()]
+    workers = max(1, min(14, (os.cpu_count() or 2) - 2))
+    with suppress(Exception), multiprocessing.get_context("spawn").Pool(workers) as pool:
+        pool.map_async(_compile, jobs, chunksize=1).get(timeout=90)
+    return time.time() - began
+
+
+def _compile(job: tuple) -> None:
+    with suppress(Exception):
+        job[0](*job[1:])
+
+
+def _compile_decode(spec: AttentionSpec, tuning: Tuning, rows: int) -> None:
+    k = torch.zeros(1, PAGE, spec.num_kv_heads, spec.head_dim, dtype=BF16, device=DEVICE)
+    table = torch.zeros(rows, 1, dtype=torch.int32, device=DEVICE)
+    q = torch.zeros(rows, spec.num_heads, spec.head_dim, dtype=BF16, device=DEVICE)
+    scratch = make_scratch(spec, rows, 1, 1, tuning)
+    split_decode(spec, q, k, k, table, table[:, 0], num_slots=1, scratch=scratch, tuning=tuning)
+    if rows == 16:
+        resident_slots(spec, tuning)
+
+
+def _compile_prefill(tuning: PrefillTuning) -> None:
+    spec = replace(spec_of(LLAMA), phase="prefill")
+    k = torch.zeros(1, PAGE, 8, 128, dtype=BF16, device=DEVICE)
+    q = torch.zeros(16, 32, 128, dtype=BF16, device=DEVICE)
+    table = torch.zeros(1, 16, dtype=torch.int32, device=DEVICE)
+    starts = torch.tensor([0, 16], dtype=torch.int32, device=DEVICE)
+    paged_prefill(spec, q, k, k, table, starts[1:], starts, tuning=tuning)
 
 
 @triton.jit
@@ -190,16 +299,17 @@ class Bench:
         self.records: list[dict] = []
         self.failed: set[str] = set()
         self.slots: dict = {}
-        biggest = max(length * batch for _, length, batch in PEERS)
-        numbers = max(biggest, 1 << 27) * KV_HEADS * HEAD_DIM
-        free = torch.cuda.mem_get_info()[0]
-        numbers = min(numbers, int(free * 0.4) // 2) // (1 << 20) * (1 << 20)
+        compiling = compile_ahead()
+        numbers = max(sum(c.lens) * c.shape.kv_heads * c.shape.head_dim for c in cells())
+        numbers = max(numbers, 1 << 31)  # the read ceiling's 4 GB
         self.k_pool = torch.empty(numbers, dtype=BF16, device=DEVICE).normal_()
         self.v_pool = torch.empty(numbers, dtype=BF16, device=DEVICE).normal_()
         self.ceiling = read_ceiling(self.k_pool)
         print(
             f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton "
-            f"{triton.__version__}, read ceiling {self.ceiling:.0f} GB/s"
+            f"{triton.__version__}, read ceiling {self.ceiling:.0f} GB/s, compiled ahead "
+            f"{compiling:.0f} s",
+            flush=True,
         )
         self.emit(
             kind="machine",
@@ -237,37 +347,35 @@ class Bench:
 
     # Decode
 
-    def decode_cell(self, heads: int, lens: list[int], label, variants: dict, ms: float) -> None:
-        batch, longest = len(lens), max(lens)
+    def decode_cell(self, cell: Cell) -> None:
+        shape, lens = cell.shape, cell.lens
         pages = [-(-n // PAGE) for n in lens]
         total = sum(pages)
-        numbers = total * PAGE * KV_HEADS * HEAD_DIM
-        if numbers > len(self.k_pool):
-            return
+        numbers = total * PAGE * shape.kv_heads * shape.head_dim
         copies = max(
             1, min(64, len(self.k_pool) // numbers, math.ceil((256 << 20) / (numbers * 4)))
         )
-        shape = (total, PAGE, KV_HEADS, HEAD_DIM)
-        ks = [self.k_pool[i * numbers : (i + 1) * numbers].view(shape) for i in range(copies)]
-        vs = [self.v_pool[i * numbers : (i + 1) * numbers].view(shape) for i in range(copies)]
+        size = (total, PAGE, shape.kv_heads, shape.head_dim)
+        ks = [self.k_pool[i * numbers : (i + 1) * numbers].view(size) for i in range(copies)]
+        vs = [self.v_pool[i * numbers : (i + 1) * numbers].view(size) for i in range(copies)]
         order = torch.randperm(total, device=DEVICE).to(torch.int32)
-        table = torch.full((batch, max(pages)), -1, dtype=torch.int32, device=DEVICE)
+        table = torch.full((len(lens), max(pages)), -1, dtype=torch.int32, device=DEVICE)
         for row, ids in enumerate(order.split(pages)):
             table[row, : len(ids)] = ids
         seq_lens = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
-        q = torch.randn(batch, heads, HEAD_DIM, dtype=BF16, device=DEVICE)
-        out, lse = torch.empty_like(q), torch.empty(batch, heads, device=DEVICE)
-        spec = decode_spec(heads)
-        checked = sorted({0, batch - 1})
+        q = torch.randn(len(lens), shape.heads, shape.head_dim, dtype=BF16, device=DEVICE)
+        out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=DEVICE)
+        checked = sorted({0, len(lens) - 1})
+        spec = spec_of(shape)
         wanted = [reference(spec, q[r], ks[0], vs[0], table[r], lens[r]) for r in checked]
-        size = 4 * sum(lens) * KV_HEADS * HEAD_DIM + 4 * q.numel()
+        moved = 4 * sum(lens) * shape.kv_heads * shape.head_dim + 4 * q.numel()
 
-        for name, (mode, tuning, per_sm, fixed) in variants.items():
+        for name, variant in variants_of(cell).items():
 
-            def work(name=name, mode=mode, tuning=tuning, per_sm=per_sm, fixed=fixed) -> None:
-                how = replace(spec, split_mode=mode, split_tokens=fixed or 512)
-                slots = self.slots_of(how, tuning, per_sm)
-                scratch = make_scratch(how, batch, longest, slots)
+            def work(name: str = name, variant: Variant = variant) -> None:
+                how = spec_of(shape, variant)
+                slots = self.slots_of(how, variant)
+                scratch = make_scratch(how, len(lens), max(lens), slots, variant.tuning)
 
                 def launch(i: int) -> None:
                     split_decode(
@@ -281,21 +389,24 @@ class Bench:
                         scratch=scratch,
                         out=out,
                         lse=lse,
-                        tuning=tuning,
+                        tuning=variant.tuning,
                     )
 
                 for part in (scratch.out, scratch.m, scratch.l, out, lse):
                     part.fill_(float("nan"))
                 launch(0)
                 error, lse_error = errors(out, lse, checked, wanted)
-                us = graph_time(launch, max(copies, 2), ms)
-                gbs = size / us / 1e3
+                us = graph_time(launch, max(copies, 2), 25)
+                gbs = moved / us / 1e3
+                record = {
+                    "kind": "decode",
+                    "shape": str(shape),
+                    "cell": cell.label,
+                    "batch": len(lens),
+                }
                 self.emit(
-                    kind="decode",
+                    **record,
                     variant=name,
-                    heads=heads,
-                    cell=label,
-                    batch=batch,
                     us=us,
                     gbs=gbs,
                     share=gbs / self.ceiling,
@@ -303,50 +414,53 @@ class Bench:
                     lse_error=lse_error,
                     slots=slots,
                     copies=copies,
+                    peers=cell.peers,
                 )
                 if not (error < 1e-2 and lse_error < 1e-3):
-                    print(
-                        f"WRONG {name} {heads}/8 {label}: error {error:.2e} lse {lse_error:.2e}",
-                        flush=True,
-                    )
+                    print(f"WRONG {name} {cell}: error {error:.2e} lse {lse_error:.2e}"[:200])
+                if name in ("s3", "s4", "s6", "s4d") and "s4-1" in variants_of(cell):
+                    pieces = {}
+                    with without_merge():
+                        pieces["no merge"] = graph_time(launch, max(copies, 2), 15)
+                    seq_lens.fill_(0)  # launches, shares, zeros
+                    pieces["empty"] = graph_time(launch, max(copies, 2), 15)
+                    seq_lens.fill_(1)  # and one tile
+                    pieces["one key"] = graph_time(launch, max(copies, 2), 15)
+                    seq_lens.copy_(torch.tensor(lens, dtype=torch.int32))
+                    self.emit(**record | {"kind": "pieces"}, variant=name, whole=us, **pieces)
 
             self.guarded(name, work)
 
-    def slots_of(self, spec: AttentionSpec, tuning: Tuning, per_sm: int) -> int:
-        key = (spec, tuning)
+    def slots_of(self, spec: AttentionSpec, variant: Variant) -> int:
+        if variant.slots < 0:
+            return -variant.slots * torch.cuda.get_device_properties(0).multi_processor_count
+        key = (spec, variant.tuning)
         if key not in self.slots:
-            self.slots[key] = resident_slots(spec, tuning)
-        sms = torch.cuda.get_device_properties(0).multi_processor_count
-        return min(self.slots[key], per_sm * sms) if per_sm else self.slots[key]
+            self.slots[key] = resident_slots(spec, variant.tuning)
+        return self.slots[key] * variant.slots
 
-    def decode(self, quick: bool) -> None:
-        cells = sorted(PEERS, key=lambda c: (c[0] != 32, c[1] * c[2]))
-        for heads, length, batch in cells:
-            more = (heads, length, batch) in MORE_CELLS
-            if quick and not more:
-                continue
-            if self.left() < 60:
-                print(f"out of time before {heads}/8 {length} x {batch}", flush=True)
+    def decode(self) -> None:
+        for cell in cells():
+            if self.left() < 25:
+                print(f"out of time before {cell.shape} {cell.label} x {len(cell.lens)}")
                 return
-            self.decode_cell(heads, [length] * batch, length, MAIN | (MORE if more else {}), 40)
-        self.decode_cell(32, SKEWED, "skewed", MAIN | MORE, 40)
+            self.guarded("cell", lambda cell=cell: self.decode_cell(cell))
 
     # Prefill, features, graphs
 
     def prefill(self) -> None:
         for length in (2048, 8192, 32768):
-            if self.left() > 20:
-                self.prefill_cell(length)
+            self.prefill_cell(length)
 
     def prefill_cell(self, length: int) -> None:
         pages = length // PAGE
-        shape = (pages, PAGE, KV_HEADS, HEAD_DIM)
+        shape = (pages, PAGE, 8, 128)
         k, v = (pool[: math.prod(shape)].view(shape) for pool in (self.k_pool, self.v_pool))
         table = torch.randperm(pages, device=DEVICE).to(torch.int32)[None]
-        q = torch.randn(length, 32, HEAD_DIM, dtype=BF16, device=DEVICE)
+        q = torch.randn(length, 32, 128, dtype=BF16, device=DEVICE)
         lens = torch.tensor([length], dtype=torch.int32, device=DEVICE)
         starts = torch.tensor([0, length], dtype=torch.int32, device=DEVICE)
-        spec = replace(decode_spec(32), phase="prefill")
+        spec = replace(spec_of(LLAMA), phase="prefill")
         checked = [0, 1, 511, length // 2 + 5, length - 1]
         wanted = [reference(spec, q[t], k, v, table[0], t + 1) for t in checked]
         for name, tuning in PREFILL.items():
@@ -363,7 +477,7 @@ class Bench:
                 launch(0)
                 error, lse_error = errors(out, lse, checked, wanted)
                 us = graph_time(launch, 2, 60)
-                tflops = 2 * length * length * 32 * HEAD_DIM / us / 1e6
+                tflops = 2 * length * length * 32 * 128 / us / 1e6
                 self.emit(
                     kind="prefill",
                     variant=name,
@@ -382,18 +496,18 @@ class Bench:
         """One capture, replayed at many lengths; ``fixed`` rows bitwise alone and in a batch."""
         capacity, batch = 32768, 4
         pages = capacity // PAGE
-        shape = (batch * pages, PAGE, KV_HEADS, HEAD_DIM)
+        shape = (batch * pages, PAGE, 8, 128)
         k, v = (p[: math.prod(shape)].view(shape) for p in (self.k_pool, self.v_pool))
         table = torch.randperm(batch * pages, device=DEVICE).to(torch.int32).view(batch, pages)
-        q = torch.randn(batch, 32, HEAD_DIM, dtype=BF16, device=DEVICE)
+        q = torch.randn(batch, 32, 128, dtype=BF16, device=DEVICE)
         lens = torch.ones(batch, dtype=torch.int32, device=DEVICE)
         for mode in ("off", "auto", "fixed"):
 
             def work(mode=mode) -> None:
-                spec = replace(decode_spec(32), split_mode=mode)
-                tuning = Tuning(64, 4, 3, merge_kernel=mode == "fixed")
-                slots = self.slots_of(spec, tuning, 0)
-                scratch = make_scratch(spec, batch, capacity, slots)
+                variant = Variant(replace(S4, dependent=True), mode=mode, split_tokens=256)
+                spec, tuning = spec_of(LLAMA, variant), variant.tuning
+                slots = self.slots_of(spec, variant)
+                scratch = make_scratch(spec, batch, capacity, 1000, tuning)
                 out, lse = torch.empty_like(q), torch.empty(batch, 32, device=DEVICE)
 
                 def launch() -> None:
@@ -438,7 +552,7 @@ class Bench:
                         want = reference(spec, q[row], k, v, table[row], n)
                         worst = max(worst, *errors(out, lse, [row], [want]))
                     if mode == "fixed":
-                        for row in range(batch):
+                        for row, other in itertools.product(range(batch), (1, 33, slots, 1000)):
                             one = split_decode(
                                 spec,
                                 q[row : row + 1],
@@ -446,7 +560,7 @@ class Bench:
                                 v,
                                 table[row : row + 1],
                                 lens[row : row + 1],
-                                num_slots=slots,
+                                num_slots=other,
                                 scratch=scratch,
                                 tuning=tuning,
                             )
@@ -463,7 +577,7 @@ class Bench:
             self.guarded("graph " + mode, work)
 
         def stores() -> None:
-            k_new = torch.randn(33, KV_HEADS, HEAD_DIM, dtype=BF16, device=DEVICE)
+            k_new = torch.randn(33, 8, 128, dtype=BF16, device=DEVICE)
             v_new = torch.randn_like(k_new)
             slots = torch.randperm(len(k) * PAGE, device=DEVICE)[:33].to(torch.int32)
             slots[7] = -1
@@ -480,54 +594,40 @@ class Bench:
 
     def report(self) -> None:
         rows = [r for r in self.records if r["kind"] == "decode"]
-        names = list(dict.fromkeys(r["variant"] for r in rows))
-        scale = PEERS_CEILING / self.ceiling
-        cells = dict.fromkeys((r["heads"], r["cell"], r["batch"]) for r in rows)
-        more = [n for n in names if n not in MAIN]
-        for title, columns in (("main", [n for n in names if n in MAIN]), ("more", more)):
-            print(
-                f"\n{title}: microseconds; peer = best paged kernel / cuDNN contiguous, scaled by "
-                "the read ceilings; share of the ceiling and us / peer are the best column's"
-            )
-            print(
-                "heads context batch |"
-                + "".join(f"{n:>10}" for n in columns)
-                + " |   peer   cudnn | share  /peer"
-            )
-            for cell in cells:
-                got = {
-                    r["variant"]: r
-                    for r in rows
-                    if (r["heads"], r["cell"], r["batch"]) == cell and r["variant"] in columns
-                }
-                if not got:
-                    continue
-                best = min(got.values(), key=lambda r: r["us"])
-                peer, cudnn = PEERS.get(cell, (math.nan, math.nan))
-                print(
-                    f"{cell[0]:>3}/8 {cell[1]!s:>7} {cell[2]:>5} |"
-                    + "".join(
-                        f"{got[n]['us']:>9.1f}{'*' if got[n] is best else ' '}"
-                        if n in got
-                        else " " * 10
-                        for n in columns
-                    )
-                    + f" | {peer * scale:>6.1f} {cudnn * scale:>7.1f} | {best['share']:>5.0%}"
-                    + f" {best['us'] / (peer * scale):>6.2f}"
-                )
         fill = [r for r in self.records if r["kind"] == "prefill"]
+        keys = dict.fromkeys((r["shape"], r["cell"], r["batch"]) for r in rows)
+        of = {k: {r["variant"]: r for r in rows if cell_of(r) == k} for k in keys}
+        self.print_more(of)
+        self.print_pieces()
         if fill:
-            print("\nprefill 32/8 x 128, TFLOP/s (FA3 490, 698, 614; cuDNN 401, 605, 575)")
+            print("\nprefill 32/8x128, TFLOP/s (FA3 490, 698, 614; cuDNN 401, 605, 575)")
             for name in PREFILL:
-                print(
-                    f"{name:>14}"
-                    + "".join(
-                        f"{r['length']:>8}: {r['tflops']:>5.0f}"
-                        for r in fill
-                        if r["variant"] == name
-                    )
-                )
-        print(f"\nslots: { {r['variant']: r['slots'] for r in rows if r['heads'] == 32} }")
+                speeds = [r for r in fill if r["variant"] == name]
+                print(f"{name:>14}" + "".join(f"{r['tflops']:>6.0f}" for r in speeds))
+        scale = PEERS_CEILING / self.ceiling
+        names = [*MAIN, "off", "off6", *FIXED]
+        print(
+            "\nus; peer: best paged kernel, cuDNN contiguous, scaled by the read ceilings; share "
+            "of the ceiling and /peer: best of auto; fix: best of fixed over best of auto"
+        )
+        print(
+            f"{'shape':>9}{'context':>8} batch|"
+            + "".join(f"{n:>7}" for n in names)
+            + "|  peer  cudnn|share /peer  fix"
+        )
+        for key, got in of.items():
+            auto = [r for n, r in got.items() if n in MAIN]
+            if not auto:
+                continue
+            best = min(auto, key=lambda r: r["us"])
+            fixed = min((got[n]["us"] for n in FIXED if n in got), default=math.nan)
+            peer, cudnn = (x * scale for x in best["peers"])
+            print(
+                f"{key[0]:>9}{key[1]:>8}{key[2]:>6}|"
+                + "".join(f"{got[n]['us']:>7.1f}" if n in got else " " * 7 for n in names)
+                + f"|{peer:>6.1f}{cudnn:>7.1f}|{best['share']:>4.0%}"
+                + f"{best['us'] / peer:>6.2f}{fixed / best['us']:>6.2f}"
+            )
         worst = max((r["error"] for r in rows + fill), default=0)
         lse = max((r["lse_error"] for r in rows + fill), default=0)
         print(
@@ -535,19 +635,64 @@ class Bench:
             f"{time.time() - self.began:.0f} s"
         )
 
+    def print_more(self, of: dict) -> None:
+        print("\nmore variants, us\n" + " " * 15 + "".join(f"{n:>7}" for n in MORE))
+        for key, got in of.items():
+            if "s4-1" in got:
+                print(
+                    f"{key[1]:>8} x{key[2]:>4} |"
+                    + "".join(f"{got[n]['us']:>7.1f}" if n in got else " " * 7 for n in MORE)
+                )
 
-def decode_spec(heads: int) -> AttentionSpec:
+    def print_pieces(self) -> None:
+        print("\npieces, us: whole, no merge, empty, one key")
+        pieces = [r for r in self.records if r["kind"] == "pieces" and r["variant"] != "s3"]
+        for key in dict.fromkeys(cell_of(r) for r in pieces):
+            print(
+                f"{key[1]:>8} x{key[2]:>4} |"
+                + " |".join(
+                    f"{r['variant']:>4}"
+                    + "".join(f"{r[n]:>7.1f}" for n in ("whole", "no merge", "empty", "one key"))
+                    for r in pieces
+                    if cell_of(r) == key
+                )
+            )
+
+
+def cell_of(record: dict) -> tuple[str, str, int]:
+    return record["shape"], record["cell"], record["batch"]
+
+
+@contextmanager
+def without_merge() -> Iterator[None]:
+    """Leave the second launch out, to see what it costs."""
+
+    class Nothing:
+        def __getitem__(self, grid: tuple[int, ...]):
+            return lambda *args, **constants: None
+
+    kernel = split_attention.merge_kernel
+    split_attention.merge_kernel = Nothing()
+    try:
+        yield
+    finally:
+        split_attention.merge_kernel = kernel
+
+
+def spec_of(shape: Shape, variant: Variant | None = None) -> AttentionSpec:
     return AttentionSpec(
         phase="decode",
         device=DEVICE,
         dtype="bfloat16",
         kv_dtype="bfloat16",
         block_size=PAGE,
-        num_heads=heads,
-        num_kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        v_head_dim=HEAD_DIM,
-        scale=HEAD_DIM**-0.5,
+        num_heads=shape.heads,
+        num_kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        v_head_dim=shape.head_dim,
+        scale=shape.head_dim**-0.5,
+        split_mode=variant.mode if variant else "auto",
+        split_tokens=variant.split_tokens if variant else 512,
         graph=True,
     )
 
@@ -579,15 +724,14 @@ def errors(out, lse, places, wanted) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="only the cells with every variant")
-    parser.add_argument("--budget-s", type=float, default=420)
+    parser.add_argument("--budget-s", type=float, default=300)
     default = os.environ.get("OUT")
     parser.add_argument("--out", default=f"{default}/gpu_attention.json" if default else "")
     arguments = parser.parse_args()
     bench = Bench(arguments.budget_s, arguments.out)
     bench.guarded("graph lengths", bench.graph_lengths)
-    bench.guarded("decode", lambda: bench.decode(arguments.quick))
     bench.guarded("prefill", bench.prefill)
+    bench.decode()
     bench.report()
 
 

@@ -3,6 +3,7 @@ to its interpreter for the whole process."""
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import replace
 
@@ -160,13 +161,32 @@ def test_one_capture_serves_every_length(mode):
         np.testing.assert_allclose(lse.cpu(), want_lse, atol=2e-5)
 
 
-def test_in_fixed_mode_a_row_is_bitwise_the_same_alone_and_in_any_batch():
-    """FA#1570. Batches of 1, 4 and 20 are compiled apart: the bits must not tell."""
-    spec = gpu_spec(split_mode="fixed", num_heads=32, num_kv_heads=8, head_dim=128)
+class OfSlots(TritonCandidate):
+    """As if the device held so many blocks at once."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+
+    def open(self, spec: AttentionSpec) -> TritonBackend:
+        return TritonBackend(spec, self.num_slots)
+
+
+@pytest.mark.parametrize("window", [None, 3000])
+def test_in_fixed_mode_a_row_is_bitwise_the_same_in_any_batch_and_for_any_slots(window):
+    """FA#1570. Batches of 1, 4 and 20 are compiled apart, and slots decide which of two kernels
+    adds up a group of leaves: the bits must not tell."""
+    spec = gpu_spec(
+        split_mode="fixed",
+        split_tokens=128,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        window=window,
+    )
     lens = [900, 1000, 120, 5000] + [77] * 16
     rows = make_rows(spec, lens)
     all_out, all_lse = run(CANDIDATE, spec, rows)
-    for some in ([0], [3], [3, 2, 1, 0]):
+    for some, slots in itertools.product(([0], [3], [3, 2, 1, 0]), (1, 40, 100, 264, 1000)):
         part = Rows(
             AttentionBatch(
                 np.arange(len(some) + 1, dtype=np.int32),
@@ -177,14 +197,14 @@ def test_in_fixed_mode_a_row_is_bitwise_the_same_alone_and_in_any_batch():
             [rows.keys[i] for i in some],
             [rows.values[i] for i in some],
         )
-        out, lse = run(CANDIDATE, spec, part)
+        out, lse = run(OfSlots(slots), spec, part)
         assert (out == all_out[some]).all()
         assert (lse == all_lse[some]).all()
 
 
 @pytest.mark.parametrize("slots", [1, 2, 7, 16, 33, 76, 132, 264, 396, 1000])
 def test_any_number_of_slots_agrees_and_repeats_bitwise(slots):
-    """A moving result would be a race between the blocks and the one that merges."""
+    """A moving result would be a race between the two kernels."""
     spec = gpu_spec(num_heads=32, num_kv_heads=8, head_dim=128)
     rows = rounded(spec, make_rows(spec, [3000, 1, 0, 500, 129]))
     backend = TritonBackend(spec, slots)

@@ -35,6 +35,10 @@ class Interpreted(TritonCandidate):
         ({"num_heads": 7}, "7 query heads aren't a multiple of 2"),
         ({"num_heads": 256}, "128 query heads a KV head are more than 64"),
         ({"head_dim": 576, "v_head_dim": 512}, "head_dim 576 is more than 256"),
+        (
+            {"split_mode": "fixed", "split_tokens": 100},
+            "fixed splits of 100 tokens aren't multiples of 16",
+        ),
     ],
 )
 def test_a_refusal_says_why(changes, reason):

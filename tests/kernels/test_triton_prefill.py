@@ -43,21 +43,23 @@ def assert_right(spec, seq_lens, query_lens, sinks=None, tuning=SMALL, tolerance
 
 
 def test_whole_prompts_chunks_and_single_tokens_in_one_batch():
-    assert_right(make_spec("prefill"), [5, 100, 200, 70], [5, 1, 40, 70])
+    assert_right(make_spec("prefill", head_dim=16), [5, 100, 150, 50], [5, 1, 20, 50])
 
 
-@pytest.mark.parametrize("group", [1, 3, 5, 7, 12, 24])
+@pytest.mark.parametrize("group", [1, 3, 7, 24])
 def test_group_sizes_are_packed_without_bleeding(group):
     spec = make_spec("prefill", num_heads=2 * group, num_kv_heads=2, head_dim=16)
     assert_right(spec, [20, 33], [20, 9])
 
 
-@pytest.mark.parametrize("window", [1, 5, 17, 64, 4096])
-@pytest.mark.parametrize("tuning", [SMALL, PrefillTuning(16, 64, 4, 2)])
+@pytest.mark.parametrize(
+    ("window", "tuning"),
+    [(w, SMALL) for w in (1, 17, 4096)] + [(w, PrefillTuning(16, 32, 4, 2)) for w in (5, 64)],
+)
 def test_windows(window, tuning):
     """Keys that every query of the row has left behind are NaN and out of the table."""
-    spec = make_spec("prefill", window=window, head_dim=16)
-    assert_right(spec, [5, 120, 130], [5, 70, 1], tuning=tuning)
+    spec = make_spec("prefill", window=window, head_dim=16, num_heads=3, num_kv_heads=1)
+    assert_right(spec, [5, 100, 130], [5, 50, 1], tuning=tuning)
 
 
 def test_soft_cap_and_sinks():

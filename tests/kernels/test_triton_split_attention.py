@@ -24,8 +24,7 @@ from octavo.kernels.split_attention.triton import (
 )
 
 torch.set_num_threads(1)
-LAST = Tuning(tokens=32, num_warps=4, num_stages=3)
-SECOND_LAUNCH = replace(LAST, merge_kernel=True)
+TUNING = Tuning(tokens=32, num_warps=4, num_stages=3)
 TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 2e-2}
 
 
@@ -35,13 +34,14 @@ def decode(
     *,
     slots: int = 7,
     sinks: np.ndarray | None = None,
-    tuning: Tuning = LAST,
+    tuning: Tuning = TUNING,
     garbage: int = -1,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Run over a pool that is NaN wherever no key lies, with poisoned scratch and outputs."""
     backend = TritonBackend(spec, slots)
     pool = fill_pool(spec, TritonCandidate().kv_layout(spec, num_blocks(rows)), backend, rows)
-    scratch = poisoned(make_scratch(spec, len(rows.keys), int(max(rows.batch.seq_lens)), slots))
+    longest = int(max(rows.batch.seq_lens))
+    scratch = poisoned(make_scratch(spec, len(rows.keys), longest, slots, tuning))
     table = np.where(rows.batch.block_table < 0, garbage, rows.batch.block_table)
     q = torch.from_numpy(rows.q).to(getattr(torch, spec.dtype))
     out = torch.full((len(q), spec.num_heads, spec.v_head_dim), torch.nan, dtype=q.dtype)
@@ -59,7 +59,6 @@ def decode(
         lse=lse,
         tuning=tuning,
     )
-    assert not scratch.arrived.any(), "the counters must be back at zero for the next launch"
     return out.double().numpy(), lse.double().numpy()
 
 
@@ -89,18 +88,19 @@ def assert_right(spec: AttentionSpec, rows: Rows, sinks: np.ndarray | None = Non
 
 def spec_for(**changes) -> AttentionSpec:
     dtype = changes.pop("dtype", "float32")
-    return make_spec(**{"dtype": dtype, "kv_dtype": dtype, "head_dim": 16} | changes)
+    small = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+    return make_spec(**{"dtype": dtype, "kv_dtype": dtype} | small | changes)
 
 
-@pytest.mark.parametrize("tuning", [LAST, SECOND_LAUNCH], ids=["last block", "second launch"])
-@pytest.mark.parametrize("mode", ["off", "auto", "fixed"])
-@pytest.mark.parametrize("slots", [1, 7, 76])
-def test_every_mode_and_number_of_slots_gives_the_dense_answer(mode, slots, tuning):
-    spec = spec_for(split_mode=mode, split_tokens=64)
-    assert_right(spec, make_rows(spec, [5, 300, 1, 70]), slots=slots, tuning=tuning)
+@pytest.mark.parametrize(
+    ("mode", "slots"), [("off", 9), ("auto", 1), ("auto", 7), ("auto", 40), ("fixed", 7)]
+)
+def test_every_mode_and_number_of_slots_gives_the_dense_answer(mode, slots):
+    spec = spec_for(split_mode=mode, split_tokens=32)
+    assert_right(spec, make_rows(spec, [5, 200, 1, 70]), slots=slots)
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, 5, 7, 12, 24])
+@pytest.mark.parametrize("group", [1, 3, 7, 24])
 def test_no_group_size_bleeds_into_another_kv_head(group):
     spec = spec_for(num_heads=2 * group, num_kv_heads=2)
     assert_right(spec, make_rows(spec, [70, 3]), slots=5)
@@ -113,34 +113,31 @@ def test_half_precision(mode, dtype):
     assert_right(spec, make_rows(spec, [100, 3]), slots=5)
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "v_head_dim"), [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)]
-)
+@pytest.mark.parametrize(("head_dim", "v_head_dim"), [(80, 80), (96, 96), (192, 128), (256, 256)])
 def test_head_dims_that_are_no_powers_of_two_are_padded(head_dim, v_head_dim):
     spec = spec_for(head_dim=head_dim, v_head_dim=v_head_dim, num_heads=2, num_kv_heads=1)
     assert_right(spec, make_rows(spec, [50]), slots=3, tuning=default_tuning(spec))
 
 
-@pytest.mark.parametrize("block_size", [1, 7, 16, 48, 112, 256, 544])
-def test_any_block_size(block_size):
-    spec = spec_for(block_size=block_size)
-    assert_right(spec, make_rows(spec, [600, 13]), slots=9)
+@pytest.mark.parametrize(("block_size", "length"), [(1, 70), (7, 100), (48, 130), (544, 600)])
+def test_any_block_size(block_size, length):
+    spec = spec_for(block_size=block_size, num_heads=2, num_kv_heads=1)
+    assert_right(spec, make_rows(spec, [length, 13]), slots=3)
 
 
 @pytest.mark.parametrize("mode", ["off", "auto", "fixed"])
-@pytest.mark.parametrize("window", [1, 5, 16, 40, 4096])
+@pytest.mark.parametrize("window", [1, 200, 4096])
 def test_a_window_reads_only_its_keys(window, mode):
     """The keys that it left behind are NaN, and their blocks are no longer in the table."""
-    spec = spec_for(window=window, split_mode=mode, split_tokens=25)
-    assert_right(spec, make_rows(spec, [3, 300, 40]), slots=11, garbage=2**30)
+    spec = spec_for(window=window, split_mode=mode, split_tokens=32, num_heads=2)
+    assert_right(spec, make_rows(spec, [3, 250, 40]), slots=7, garbage=2**30)
 
 
 @pytest.mark.parametrize("mode", ["off", "auto", "fixed"])
-@pytest.mark.parametrize("tuning", [LAST, SECOND_LAUNCH], ids=["last block", "second launch"])
-def test_soft_cap_and_sinks(mode, tuning):
+def test_soft_cap_and_sinks(mode):
     spec = spec_for(soft_cap=5.0, has_sinks=True, split_mode=mode, split_tokens=32)
     sinks = np.linspace(-2, 6, spec.num_heads, dtype=np.float32)
-    assert_right(spec, make_rows(spec, [200, 1, 33], spread=4), sinks, tuning=tuning)
+    assert_right(spec, make_rows(spec, [200, 1, 33], spread=4), sinks)
 
 
 @pytest.mark.parametrize("mode", ["off", "auto", "fixed"])
@@ -211,42 +208,53 @@ def test_strided_queries_and_outputs():
         num_slots=5,
         scratch=make_scratch(spec, 2, 100, 5),
         out=out,
-        tuning=LAST,
+        tuning=TUNING,
     )
     np.testing.assert_allclose(out.numpy(), oracle(spec, rows)[0], atol=2e-6)
     assert (out._base[:, 1::2] == 7).all()
 
 
-@pytest.mark.parametrize("tuning", [LAST, SECOND_LAUNCH], ids=["last block", "second launch"])
-def test_in_fixed_mode_a_row_is_bitwise_the_same_alone_and_in_any_batch(tuning):
-    """FA#1570: the length of one row changed the bits of another."""
-    spec = spec_for(split_mode="fixed", split_tokens=48)
-    rows = make_rows(spec, [90, 200, 12, 50])
+@pytest.mark.parametrize("window", [None, 120])
+def test_in_fixed_mode_a_row_is_bitwise_the_same_in_any_batch_and_on_any_device(window):
+    """FA#1570: the length of one row changed the bits of another. Slots decide which groups of
+    leaves are added up by one block and which by the merge: the bits must not tell."""
+    spec = spec_for(split_mode="fixed", split_tokens=16, num_heads=2, num_kv_heads=1, window=window)
+    rows = make_rows(spec, [90, 260, 12, 64])
+    tuning = replace(TUNING, tokens=16)
     together, lse = decode(spec, rows, tuning=tuning)
-    for row in range(4):
-        alone = Rows(
-            replace(
-                rows.batch,
-                query_start_loc=np.array([0, 1], np.int32),
-                seq_lens=rows.batch.seq_lens[row : row + 1],
-                block_table=rows.batch.block_table[row : row + 1],
-            ),
-            rows.q[row : row + 1],
-            rows.keys[row : row + 1],
-            rows.values[row : row + 1],
-        )
-        out, alone_lse = decode(spec, alone, slots=3, tuning=tuning)
-        assert (out[0] == together[row]).all()
-        assert (alone_lse[0] == lse[row]).all()
+    whole, mixed, cut = 1, 3, 20  # what becomes of most groups of the longest row
+    for some, slots in [
+        ([0], 2),
+        ([2], 3),
+        ([1], whole),
+        ([1], mixed),
+        ([1], cut),
+        ([3, 1, 0, 2], 16),
+    ]:
+        out, other_lse = decode(spec, some_of(rows, some), slots=slots, tuning=tuning)
+        assert (out == together[some]).all()
+        assert (other_lse == lse[some]).all()
 
 
-def test_kept_partials_are_true_and_merge_to_the_answer():
+def some_of(rows: Rows, some: list[int]) -> Rows:
+    batch = replace(
+        rows.batch,
+        query_start_loc=np.arange(len(some) + 1, dtype=np.int32),
+        seq_lens=rows.batch.seq_lens[some],
+        block_table=rows.batch.block_table[some],
+    )
+    return Rows(batch, rows.q[some], [rows.keys[i] for i in some], [rows.values[i] for i in some])
+
+
+def test_partials_are_true_and_merge_to_the_answer():
+    """With one leaf a group every leaf's partial is left, at the place of its number."""
     spec = spec_for(split_mode="fixed", split_tokens=32, window=100)
-    rows = make_rows(spec, [150, 20])
+    tuning = replace(TUNING, fold=1)
+    rows = make_rows(spec, [150, 90])
     pool = fill_pool(
         spec, TritonCandidate().kv_layout(spec, num_blocks(rows)), TritonBackend(spec, 5), rows
     )
-    scratch = poisoned(make_scratch(spec, 2, 150, 5))
+    scratch = poisoned(make_scratch(spec, 2, 150, 5, tuning))
     out, _ = split_decode(
         spec,
         torch.from_numpy(rows.q),
@@ -255,11 +263,10 @@ def test_kept_partials_are_true_and_merge_to_the_answer():
         torch.from_numpy(rows.batch.seq_lens),
         num_slots=5,
         scratch=scratch,
-        keep_partials=True,
-        tuning=LAST,
+        tuning=tuning,
     )
     plan = plan_splits(
-        [150, 20],
+        [150, 90],
         num_kv_heads=2,
         block_size=16,
         num_cores=5,
@@ -267,40 +274,32 @@ def test_kept_partials_are_true_and_merge_to_the_answer():
         split_tokens=32,
         window=100,
     )
-    place = 0
     for row, cuts in enumerate(plan.boundaries):
         for head in range(2):
-            heads = slice(3 * head, 3 * head + 3)
-            parts = [x[place : place + len(cuts)] for x in (scratch.out, scratch.m, scratch.l)]
+            heads = slice(2 * head, 2 * head + 2)
+            place = (row * 2 + head) * scratch.line_groups
+            sums, m, l = (x[place : place + len(cuts)] for x in (scratch.out, scratch.m, scratch.l))
+            m = m * np.log(2)
             for i, (start, stop) in enumerate(cuts):
                 scores = rows.q[row, heads] @ rows.keys[row][start:stop, head].T * spec.scale
-                m = scores.max(-1)
-                np.testing.assert_allclose(parts[1][i], m, atol=2e-6)
-                np.testing.assert_allclose(
-                    parts[2][i], np.exp(scores - m[:, None]).sum(-1), rtol=1e-5
-                )
-            merged, _, _ = merge_partials(*parts)
+                want = scores.max(-1)
+                np.testing.assert_allclose(m[i], want, atol=2e-6)
+                np.testing.assert_allclose(l[i], np.exp(scores - want[:, None]).sum(-1), rtol=1e-5)
+            merged, _, _ = merge_partials(sums / l[..., None], m, l)
             torch.testing.assert_close(merged, out[row, heads], atol=1e-6, rtol=0)
-            place += len(cuts)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
-    lens=st.lists(st.integers(0, 150), min_size=1, max_size=5),
+    lens=st.lists(st.integers(0, 130), min_size=1, max_size=4),
     slots=st.integers(1, 40),
     mode=st.sampled_from(["off", "auto", "fixed"]),
-    min_tiles=st.integers(1, 3),
-    split_tokens=st.integers(1, 100),
+    split_tokens=st.sampled_from([16, 32, 48]),
+    fold=st.integers(1, 5),
     window=st.none() | st.integers(1, 160),
-    merge_kernel=st.booleans(),
 )
-def test_any_batch_is_covered_exactly(
-    lens, slots, mode, min_tiles, split_tokens, window, merge_kernel
-):
-    if mode == "fixed":
-        split_tokens = max(split_tokens, 10)  # or the interpreter takes long
+def test_any_batch_is_covered_exactly(lens, slots, mode, split_tokens, fold, window):
     spec = spec_for(
-        head_dim=16,
         num_heads=2,
         num_kv_heads=2,
         block_size=8,
@@ -308,5 +307,5 @@ def test_any_batch_is_covered_exactly(
         split_mode=mode,
         split_tokens=split_tokens,
     )
-    tuning = Tuning(16, 4, 3, min_tiles=min_tiles, merge_kernel=merge_kernel)
+    tuning = Tuning(16, 4, 3, fold=fold)
     assert_right(spec, make_rows(spec, lens), slots=slots, tuning=tuning)

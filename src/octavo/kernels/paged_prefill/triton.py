@@ -21,7 +21,8 @@ from torch import Tensor
 
 from octavo.attention.spec import AttentionSpec
 from octavo.kernels.split_attention.triton import INTERPRETED
-from octavo.kernels.split_attention.triton_kernels import block_of, cap_scores, finish, slot_of
+from octavo.kernels.split_attention.triton_kernels import block_of, cap_scores, slot_of
+from octavo.kernels.split_attention.triton_partials import finish
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,13 @@ class PrefillTuning:
 
 
 def default_prefill_tuning(spec: AttentionSpec) -> PrefillTuning:
-    """What fits the registers of a Hopper SM without spilling."""
+    """The fastest that fits a Hopper SM (bench/results)."""
     head_dim = max(spec.head_dim, spec.v_head_dim)
     if spec.dtype == "float32":  # multiplied in fp32, without tensor cores
         side = 32 if head_dim <= 64 else 16
         return PrefillTuning(rows=side, tokens=side, num_warps=4, num_stages=2)
     if head_dim <= 128:
-        return PrefillTuning(rows=128, tokens=64, num_warps=8, num_stages=3)
+        return PrefillTuning(rows=128, tokens=128, num_warps=8, num_stages=2)
     return PrefillTuning(rows=128, tokens=32, num_warps=8, num_stages=2)
 
 

@@ -39,11 +39,13 @@ class Tuning:
 def default_tuning(spec: AttentionSpec) -> Tuning:
     """A tile of K (or V) takes at most 16 KB, so that two of each fit thrice in an SM of Hopper.
     In ``fixed`` mode no tile may reach over the end of a leaf."""
-    row = _padded(max(spec.head_dim, spec.v_head_dim)) * _itemsize(spec.kv_dtype)
-    tokens = min(64, max(16, 16384 // row))
-    if spec.split_mode == "fixed":
-        tokens = min(tokens, spec.split_tokens & -spec.split_tokens)
-    return Tuning(tokens, num_warps=4, num_stages=3)
+    itemsize = getattr(torch, spec.kv_dtype).itemsize
+    tokens = 16384 // (_padded(max(spec.head_dim, spec.v_head_dim)) * itemsize)
+    tokens = min(64, max(16, tokens))
+    if spec.split_mode != "fixed":
+        return Tuning(tokens, num_warps=4, num_stages=3)
+    # Registers allow two blocks an SM there, so each may have a third buffer.
+    return Tuning(min(tokens, spec.split_tokens & -spec.split_tokens), num_warps=4, num_stages=4)
 
 
 @dataclass(frozen=True)
@@ -182,9 +184,7 @@ def split_decode(
             scratch.line_groups,
             *out.stride()[:2],
             **_line_constants(spec, tuning, num_rows),
-            # What eight warps hold at once, 32 numbers a thread.
-            PARTIALS=max(1, 8192 // _padded(spec.v_head_dim)),
-            num_warps=8,
+            **_merge_constants(spec),
             launch_pdl=not INTERPRETED,
         )
     return out, lse
@@ -262,10 +262,14 @@ def _line_constants(spec: AttentionSpec, tuning: Tuning, num_rows: int) -> dict[
     }
 
 
+def _merge_constants(spec: AttentionSpec) -> dict[str, int]:
+    """How many partials a merge holds at once: 32 numbers a thread of eight warps, or 16 of four
+    warps where each is the sum of a group, so that three fit an SM. From the spec alone, as the
+    bits depend on it."""
+    numbers, warps = (2048, 4) if spec.split_mode == "fixed" else (8192, 8)
+    return {"PARTIALS": min(128, numbers // _padded(spec.v_head_dim)), "num_warps": warps}
+
+
 def _padded(head_dim: int) -> int:
     """Blocks are powers of two, and a dot's sides at least 16."""
     return max(16, int(triton.next_power_of_2(head_dim)))
-
-
-def _itemsize(dtype: str) -> int:
-    return int(getattr(torch, dtype).itemsize)

@@ -10,7 +10,7 @@ CUDA graph stays right at every length.
 
 The part of a line that falls into one share is a *segment*. A line that is one segment is
 finished where it was read; of any other, each segment leaves a partial in scratch memory for the
-merge kernel: the sum of weighted values, the maximum and the weight sum, in base 2.
+merge kernel.
 
 Modes differ in the unit: ``auto`` one tile of keys, ``off`` the whole line. In ``fixed`` mode a
 unit is a *leaf*, ``split_tokens`` keys at absolute multiples, each with a softmax of its own, and
@@ -23,14 +23,11 @@ depend on nothing but the row.
 
 from __future__ import annotations
 
-import math
-
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-LOG2E = tl.constexpr(math.log2(math.e))
-LN2 = tl.constexpr(math.log(2))
+from octavo.kernels.split_attention.triton_partials import LOG2E, add, empty, finish, leave
 
 
 @triton.jit(do_not_specialize=["num_rows", "line_groups", "stride_table"])
@@ -124,8 +121,8 @@ def split_kernel(
         table = block_table + row64 * stride_table
         k_head = k_cache + head.to(tl.int64) * K_STRIDES[2]
         v_head = v_cache + head.to(tl.int64) * V_STRIDES[2]
-        m, l, acc = _empty(BLOCK_G, BLOCK_DV)
-        group_m, group_l, group_acc = _empty(BLOCK_G, BLOCK_DV)
+        m, l, acc = empty(BLOCK_G, BLOCK_DV)
+        group_m, group_l, group_acc = empty(BLOCK_G, BLOCK_DV)
         # Block ids are fetched one tile ahead, or no K/V could be in flight while another tile is
         # worked on.
         first_tile = start // TOKENS * TOKENS  # a window begins anywhere
@@ -168,8 +165,8 @@ def split_kernel(
             m = new_m
             if FIXED:  # noqa: SIM102 (known when compiled)
                 if ((position + TOKENS) % UNIT == 0) | (position + TOKENS >= stop):
-                    group_m, group_l, group_acc = _add(group_m, group_l, group_acc, m, l, acc)
-                    m, l, acc = _empty(BLOCK_G, BLOCK_DV)
+                    group_m, group_l, group_acc = add(group_m, group_l, group_acc, m, l, acc)
+                    m, l, acc = empty(BLOCK_G, BLOCK_DV)
                     leaf = position // UNIT
                     first, last = _leaves_of_group(leaf // FOLD, first_unit, line_units, FOLD)
                     whole = (first >= begin) & (last < end)
@@ -188,7 +185,7 @@ def split_kernel(
                                     FOLD,
                                 )
                                 place += leaf % FOLD
-                            _leave(
+                            leave(
                                 (part_out, part_m, part_l),
                                 place * GROUP + g,
                                 (group_m, group_l, group_acc),
@@ -196,7 +193,7 @@ def split_kernel(
                                 dv,
                                 V_HEAD_DIM,
                             )
-                            group_m, group_l, group_acc = _empty(BLOCK_G, BLOCK_DV)
+                            group_m, group_l, group_acc = empty(BLOCK_G, BLOCK_DV)
 
         if FIXED:
             m, l, acc = group_m, group_l, group_acc
@@ -207,7 +204,7 @@ def split_kernel(
         elif not FIXED:
             place = 2 * share.to(tl.int64) + (begin == 0)
             parts = (part_out, part_m, part_l)
-            _leave(parts, place * GROUP + g, (m, l, acc), g < GROUP, dv, V_HEAD_DIM)
+            leave(parts, place * GROUP + g, (m, l, acc), g < GROUP, dv, V_HEAD_DIM)
         unit = line_start + end
 
 
@@ -262,10 +259,10 @@ def merge_kernel(
         gdc_wait()  # in every block, or this kernel could end before the one it follows
     if (first_share < last_share) | (count > 1):
         dv = tl.arange(0, BLOCK_DV)
-        m, l, acc = _empty(1, BLOCK_DV)
+        m, l, acc = empty(1, BLOCK_DV)
         for i in range(0, count, PARTIALS):
             s = i + tl.arange(0, PARTIALS)
-            part_max, part_sum, values = _empty(PARTIALS, BLOCK_DV)
+            part_max, part_sum, values = empty(PARTIALS, BLOCK_DV)
             for leaf in tl.static_range(FOLD if FIXED else 1):
                 if FIXED:
                     group = first_unit // FOLD + s
@@ -298,7 +295,7 @@ def merge_kernel(
                     mask=there[:, None] & (dv < V_HEAD_DIM)[None, :],
                     other=0.0,
                 )
-                part_max, part_sum, values = _add(
+                part_max, part_sum, values = add(
                     part_max, part_sum, values, next_max, next_sum, next_values
                 )
             new_m = tl.maximum(m, tl.max(part_max, 0))
@@ -361,72 +358,7 @@ def _cut_group(first_unit, total, shares, num_lines, line_groups, FOLD: tl.const
     return whole_groups + _share_of(first_unit, total, shares).to(tl.int64) * FOLD
 
 
-# Partials: a maximum [G], a weight sum [G] and a sum of weighted values [G, Dv]; base 2.
-
-
-@triton.jit
-def _empty(G: tl.constexpr, DV: tl.constexpr):
-    m = tl.full([G], float("-inf"), tl.float32)
-    return m, tl.zeros([G], tl.float32), tl.zeros([G, DV], tl.float32)
-
-
-@triton.jit
-def _add(m, l, acc, next_m, next_l, next_acc):
-    """Two partials as one. Adding to an empty one, or an empty one, changes no bit; products and
-    sums are joined by hand, so that two kernels cannot round them differently."""
-    new_m = tl.maximum(m, next_m)
-    yardstick = tl.where(new_m == float("-inf"), 0.0, new_m)
-    discount = tl.exp2(m - yardstick)
-    weight = tl.exp2(next_m - yardstick)
-    l = tl.fma(next_l, weight, l * discount)
-    return new_m, l, tl.fma(next_acc, weight[:, None], acc * discount[:, None])
-
-
-@triton.jit
-def _leave(scratch, part, partial, valid, dv, V_HEAD_DIM: tl.constexpr):
-    """Store a partial's heads at ``part``."""
-    part_out, part_m, part_l = scratch
-    m, l, acc = partial
-    tl.store(part_m + part, m, mask=valid)
-    tl.store(part_l + part, l, mask=valid)
-    tl.store(
-        part_out + part[:, None] * V_HEAD_DIM + dv[None, :],
-        acc,
-        mask=valid[:, None] & (dv < V_HEAD_DIM)[None, :],
-    )
-
-
-@triton.jit
-def finish(
-    acc,
-    m,
-    l,
-    sinks,
-    heads,
-    outs,
-    lses,
-    valid,
-    dv,
-    V_HEAD_DIM: tl.constexpr,
-    SINKS: tl.constexpr,
-):
-    """Add the sink, as one more partial ``(0, sink, 1)``, divide, and write the answers of query
-    ``heads`` to the rows at pointers ``outs`` and to pointers ``lses``. ``m`` is in base 2."""
-    if SINKS:
-        sink = tl.load(sinks + heads, mask=valid, other=0.0).to(tl.float32) * LOG2E
-        new_m = tl.maximum(m, sink)
-        discount = tl.exp2(m - new_m)
-        l = l * discount + tl.exp2(sink - new_m)
-        acc = acc * discount[:, None]
-        m = new_m
-    divisor = tl.where(l > 0, l, 1.0)
-    tl.store(
-        outs[:, None] + dv[None, :],
-        (acc / divisor[:, None]).to(outs.dtype.element_ty),
-        mask=valid[:, None] & (dv < V_HEAD_DIM)[None, :],
-    )
-    log_sum = tl.where(l > 0, (m + tl.log2(divisor)) * LN2, float("-inf"))
-    tl.store(lses, log_sum, mask=valid)
+# Scores and keys.
 
 
 @triton.jit
