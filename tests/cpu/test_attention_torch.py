@@ -16,7 +16,9 @@ torch.set_num_threads(1)
 
 
 def gpu_spec(phase: str = "prefill", **changes):
-    return make_spec(phase, **{"device": "cuda", "dtype": "bfloat16", "kv_dtype": "bfloat16"} | changes)
+    return make_spec(
+        phase, **{"device": "cuda", "dtype": "bfloat16", "kv_dtype": "bfloat16"} | changes
+    )
 
 
 class OnCpu(TorchCandidate):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import platform
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -100,6 +101,10 @@ def _gpu_architecture(number: int) -> str | None:
 
 
 def _cpu_flags() -> list[str]:
+    """What numba compiles for: what the CPU has, or what the user says."""
+    said = os.environ.get("NUMBA_CPU_FEATURES")
+    if said:
+        return [feature[1:] for feature in said.split(",") if feature.startswith("+")]
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:  # not Linux

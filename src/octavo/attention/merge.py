@@ -53,8 +53,8 @@ def merge_lse(out: Array, lse: Array) -> tuple[Array, Array]:
 
 
 def merge_sinks(out: Array, lse: Array, sinks: Array) -> tuple[Array, Array]:
-    """Let each head's attention sink join in: ``out`` [..., H, Dv], ``lse`` [..., H], ``sinks`` [H],
-    each one more partial ``(0, sink, 1)``. To be done once, when all segments are merged."""
+    """Let each head's attention sink join in, as one more partial ``(0, sink, 1)``: ``out``
+    [..., H, Dv], ``lse`` [..., H], ``sinks`` [H]. To be done once, when all segments are merged."""
     xp = _namespace(lse)
     sink_lse = xp.broadcast_to(xp.asarray(sinks, dtype=lse.dtype), lse.shape)
     return merge_lse(xp.stack((out, xp.zeros_like(out))), xp.stack((lse, sink_lse)))

@@ -8,6 +8,7 @@ arguments are those of FlashInfer 0.7.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -75,12 +76,10 @@ class FlashinferBackend(NhdPool):
     """See :class:`octavo.attention.spec.Backend`."""
 
     def __init__(self, spec: AttentionSpec) -> None:
-        import torch
-
         flashinfer = import_module("flashinfer")
         self.spec = spec
         self._planned = 0
-        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=spec.device)
+        workspace = _workspace(spec.device)
         self._wrapper: Any
         if spec.phase == "decode":
             # The kernel on tensor cores takes any group of heads, and segments of a fixed length.
@@ -109,14 +108,17 @@ class FlashinferBackend(NhdPool):
         plan = FlashinferPlan(self._planned, int(counts[live].sum()), tokens)
         if len(live) == 0:
             return plan
-        used = -(-lens[live] // spec.block_size)
-        tables = [batch.block_table[row, :n] for row, n in zip(live, used, strict=True)]
-        # Blocks that a window has left behind have no id. They aren't read, but any other would be
-        # looked up, and what a masked key's value is multiplied with must be finite.
-        tables = [np.where(table < 0, table[-1], table) for table in tables]
+        stops = -(-lens[live] // spec.block_size)
+        firsts = np.zeros_like(stops)
+        if spec.window is not None:  # all counts from a row's end, so its beginning can be left out
+            firsts = np.maximum(lens[live] - counts[live] - spec.window + 1, 0) // spec.block_size
+        pages = [
+            batch.block_table[row, first:stop]
+            for row, first, stop in zip(live, firsts, stops, strict=True)
+        ]
         paged = (
-            _int32(np.concatenate([[0], np.cumsum(used)])),
-            _int32(np.concatenate(tables)).to(spec.device),
+            _int32(np.concatenate([[0], np.cumsum(stops - firsts)])),
+            _int32(np.concatenate(pages)).to(spec.device),
             _int32((lens[live] - 1) % spec.block_size + 1),
         )
         shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size)
@@ -167,6 +169,14 @@ class FlashinferBackend(NhdPool):
     def _attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
         out, lse = self._wrapper.run(q.contiguous(), (k_cache, v_cache), return_lse=True)
         return out, natural_lse(lse, base=2)
+
+
+@cache
+def _workspace(device: str) -> Tensor:
+    """Where partials wait for their merge within a call; one for all wrappers on a stream."""
+    import torch
+
+    return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
 def _int32(values: Any) -> Tensor:

@@ -10,7 +10,7 @@ tokens, padded at its end, where causality hides the padding. The partials are m
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from octavo.attention.backends.nhd import NhdPool, nhd_layout
 from octavo.attention.merge import merge_lse, merge_sinks
@@ -55,7 +55,8 @@ class TorchCandidate:
         """Raises ConfigError where torch was built without cuDNN."""
         import torch
 
-        if not torch.backends.cudnn.is_available():
+        cudnn: Any = torch.backends.cudnn
+        if not cudnn.is_available():
             raise ConfigError(
                 "attention backend 'torch' needs cuDNN, which this torch doesn't have; "
                 "--disable-attention-backend torch"
