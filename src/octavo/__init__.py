@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from octavo.llm import LLM, AsyncLLM
     from octavo.outputs import CompletionOutput, Logprob, RequestOutput
-    from octavo.sampling_params import SamplingParams
+    from octavo.sampling_params import SamplingParams, StructuredOutputs
 
 __version__ = "0.1.0"
 
@@ -23,6 +23,7 @@ _HOMES = {
     "Logprob": "octavo.outputs",
     "RequestOutput": "octavo.outputs",
     "SamplingParams": "octavo.sampling_params",
+    "StructuredOutputs": "octavo.sampling_params",
 }
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "Logprob",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputs",
     "__version__",
 ]
 

@@ -38,6 +38,7 @@ class ModelNotFoundError(OctavoError):
     """No checkpoint under the given name, or no network to fetch it."""
 
     status = 404
+    code = "model_not_found"
 
 
 class CheckpointError(OctavoError):
@@ -57,3 +58,31 @@ class InsufficientMemoryError(OctavoError):
     def __init__(self, message: str, fitting_model_len: int = 0) -> None:
         super().__init__(message)
         self.fitting_model_len = fitting_model_len
+
+
+class UnauthorizedError(OctavoError):
+    """A call without one of the server's API keys."""
+
+    status = 401
+    code = "invalid_api_key"
+
+
+class RequestTooLargeError(OctavoError):
+    """A request body beyond the server's limit."""
+
+    status = 413
+    code = "request_too_large"
+
+
+class OverloadedError(OctavoError):
+    """The queue is full, or the server is loading or shutting down: the call may be repeated."""
+
+    status = 503
+    code = "overloaded"
+
+
+class EngineDiedError(OctavoError):
+    """The engine process ended; the answers that it was working on are lost."""
+
+    status = 500
+    code = "engine_died"

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any
 
+from octavo.engine.grammar import check_structure
 from octavo.engine.loop import RequestUpdate
 from octavo.engine.request import Request
 from octavo.errors import InvalidRequestError
@@ -113,13 +114,16 @@ class Frontend:
     ) -> Submission:
         """Encode and check one prompt; nothing is remembered yet.
 
-        Raises :class:`InvalidRequestError` for an empty prompt, ids outside the vocabulary, or
-        parameters that need a tokenizer where there is none.
+        Raises :class:`InvalidRequestError` for an empty prompt, ids outside the vocabulary,
+        parameters that need a tokenizer where there is none, or a schema or grammar that can't be
+        enforced. Checking one may take some tens of milliseconds, mostly without the GIL.
         """
         text, token_ids = self._encode(prompt)
         params.check_vocabulary(self._vocab_size)
         if self.tokenizer is None and params.stop_strings:
             raise InvalidRequestError("stop strings need the tokenizer, it was skipped", "stop")
+        if params.structured_outputs is not None:
+            check_structure(params.structured_outputs)
         arrival = time.monotonic()
         output = RequestOutput(
             request_id, text, token_ids, [], False, metrics=RequestMetrics(arrival)

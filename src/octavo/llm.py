@@ -8,6 +8,7 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -260,7 +261,11 @@ class AsyncLLM:
         cancelling the task, aborts the request and frees its blocks.
         """
         params = sampling_params or self._llm.get_default_sampling_params()
-        submission = self._llm._prepare(prompt, params, priority, cache_salt)
+        prepare = partial(self._llm._prepare, prompt, params, priority, cache_salt)
+        if params.structured_outputs is None:
+            submission = prepare()
+        else:  # checking a schema may take long enough to hold other streams up
+            submission = await asyncio.to_thread(prepare)
         loop = asyncio.get_running_loop()
         arrived = asyncio.Event()
         newest: list[RequestOutput | BaseException] = []

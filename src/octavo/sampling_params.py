@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from octavo.errors import InvalidRequestError
 
@@ -13,6 +15,48 @@ MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 20
 
 _FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize")
+_STRUCTURES = ("json", "regex", "choice", "grammar", "json_object")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputs:
+    """What an answer must look like; exactly one is given, under vLLM's names.
+
+    ``json`` is a JSON Schema, a mapping or its text (kept as text); ``regex`` a regular expression
+    that the whole answer matches; ``choice`` a list of texts, one of which is the answer;
+    ``grammar`` a Lark grammar; ``json_object`` asks for any JSON object. Raises
+    :class:`InvalidRequestError` where the shape is wrong; whether it can be enforced is checked
+    when the request is prepared.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.json_object, bool):
+            raise _malformed(f"json_object is {self.json_object!r}, it must be true or false")
+        given = [name for name in _STRUCTURES if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise _malformed(
+                f"exactly one of {', '.join(_STRUCTURES)} must be given, "
+                f"but it has {' and '.join(given) or 'none'}"
+            )
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema_text(self.json))
+        for name in ("regex", "grammar"):
+            text = getattr(self, name)
+            if text is not None and (not isinstance(text, str) or not text):
+                raise _malformed(f"{name} is {text!r}, it must be a non-empty string")
+        if self.choice is not None:
+            choice = _tuple("structured_outputs", self.choice)
+            if not choice or not all(isinstance(text, str) and text for text in choice):
+                raise _malformed(
+                    f"choice is {self.choice!r}, it must be a list of non-empty strings"
+                )
+            object.__setattr__(self, "choice", choice)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +66,11 @@ class SamplingParams:
     ``temperature`` 0 is greedy. ``top_k`` 0 or -1, ``top_p`` 1 and ``min_p`` 0 switch their filter
     off. Presence and frequency penalties count generated tokens only, the repetition penalty the
     prompt's too. ``seed`` goes from 0, a seed like any other, to 2^63 - 1; None draws one.
-    ``max_tokens`` None means: as many as the context has room for. Log probabilities are those of
-    the model's own distribution, before penalties, temperature and filters; ``logprobs`` and
-    ``prompt_logprobs`` say how many of the likeliest tokens are reported besides the one taken.
+    ``max_tokens`` None means: as many as the context has room for. Until ``min_tokens`` are there,
+    ids that would end the answer can't be chosen and stop strings don't count. Log probabilities
+    are those of the model's own distribution, before penalties, temperature and filters;
+    ``logprobs`` and ``prompt_logprobs`` say how many of the likeliest tokens are reported besides
+    the one taken.
     Any value out of range raises :class:`InvalidRequestError` on construction; token ids are
     checked against the vocabulary by :meth:`check_vocabulary`.
     """
@@ -49,6 +95,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     detokenize: bool = True
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop)
@@ -98,6 +145,8 @@ class SamplingParams:
                 "use stop_token_ids",
                 "stop",
             )
+        if not isinstance(self.structured_outputs, StructuredOutputs | None):
+            raise _malformed(f"it is {self.structured_outputs!r}, not a StructuredOutputs")
 
     def _check_logit_bias(self) -> None:
         if self.logit_bias is None:
@@ -123,6 +172,51 @@ class SamplingParams:
                     raise InvalidRequestError(
                         f"{name} has token id {token}, ids go from 0 to {vocab_size - 1}", name
                     )
+
+
+def _schema_text(schema: object) -> str:
+    """The text of a JSON Schema given either way. Its order of keys is kept: an answer has its
+    properties in the same order."""
+    try:
+        if isinstance(schema, str):
+            parsed = json.loads(
+                schema, object_pairs_hook=_no_duplicates, parse_constant=_no_constant
+            )
+        else:
+            parsed = schema
+        if not isinstance(parsed, Mapping | bool):
+            raise _malformed(f"the json schema is {_brief(parsed)}, it must be an object")
+        return json.dumps(parsed, ensure_ascii=False, allow_nan=False, default=_as_dict)
+    except (TypeError, ValueError, RecursionError) as problem:
+        raise _malformed(f"the json schema {_brief(schema)} is no JSON: {problem}") from problem
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    seen = dict(pairs)
+    if len(seen) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} occurs twice in one object")
+    return seen
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _as_dict(value: object) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{_brief(value)} is not a JSON value")
+    return dict(value)
+
+
+def _malformed(message: str) -> InvalidRequestError:
+    return InvalidRequestError(f"structured_outputs: {message}", "structured_outputs")
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _tuple(name: str, value: object) -> tuple[object, ...]:

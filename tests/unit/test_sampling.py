@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -258,6 +259,54 @@ def test_banned_ids_are_never_drawn(temperature: float) -> None:
     logits = logits_row({257: 50, 259: 40, A: 30}, rest=-100)
     banned = row(temperature=temperature, banned=(257, 259, 5000), logit_bias={257: 100.0})
     assert tokens(logits, [banned, row(temperature=0)]) == [A, 257]
+
+
+# ---- masks of a grammar
+
+
+def mask_of(*allowed: int) -> NDArray[np.uint32]:
+    words = np.zeros(-(-VOCAB // 32), np.uint32)
+    for token in allowed:
+        words[token // 32] |= np.uint32(1 << token % 32)
+    return words
+
+
+@pytest.mark.parametrize(("temperature", "right"), [(0.0, {260}), (1.0, {C, 260}), (1e9, {C, 260})])
+def test_only_what_the_mask_allows_is_drawn(temperature: float, right: set[int]) -> None:
+    logits = logits_row({A: 12, B: 11, C: 4}, rest=5)
+    rows = [replace(row(temperature=temperature, seed=s), mask=mask_of(C, 260)) for s in range(60)]
+    assert set(tokens(logits, rows)) == right
+    assert set(tokens(logits, [replace(one, mask=mask_of(0)) for one in rows])) == {0}
+
+
+def test_a_mask_goes_with_bans_bias_penalties_and_filters() -> None:
+    logits = logits_row({A: 12, B: 5, C: 4, D: 3})
+    masked = replace(row(temperature=0), mask=mask_of(B, C, D))
+    biased = replace(row(temperature=0, logit_bias={A: 100.0, D: 9.0}), mask=mask_of(B, C, D))
+    punished = replace(row(output="b", temperature=0, presence_penalty=1.5), mask=mask_of(B, C, D))
+    narrow = replace(row(temperature=5.0, top_k=1), mask=mask_of(C, D))
+    banned = replace(masked, banned_ids=(B,))
+    assert tokens(logits, [masked, biased, punished, narrow, banned]) == [B, D, C, C, C]
+
+
+def test_a_mask_leaves_logprobs_raw_and_other_rows_alone() -> None:
+    logits = logits_row({A: 12, B: 11})
+    plain = row(temperature=1.0, seed=4, logprobs=2)
+    masked = replace(plain, mask=mask_of(B))
+    output = run(logits, [plain, masked, plain])
+    assert output.token_ids[1] == B
+    assert output.token_ids[0] == output.token_ids[2] == tokens(logits, [plain])[0]
+    entry = output.logprobs[1]
+    assert entry is not None
+    assert list(entry) == [B, A]
+    assert entry[B].rank == 2
+    assert entry[A].logprob == pytest.approx(entry[B].logprob + 1)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_bad_logit_shows_through_a_mask(bad: float) -> None:
+    logits = logits_row({A: 12, B: bad})
+    assert tokens(logits, [replace(row(), mask=mask_of(A))]) == [INVALID_TOKEN]
 
 
 # ---- O16: log probabilities

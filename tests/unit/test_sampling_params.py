@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.errors import InvalidRequestError
-from octavo.sampling_params import MAX_LOGPROBS, MAX_SEED, SamplingParams
+from octavo.sampling_params import MAX_LOGPROBS, MAX_SEED, SamplingParams, StructuredOutputs
 
 # (field, value, words of the message): the value and the limit or the way out.
 REFUSED: list[tuple[str, Any, tuple[str, ...]]] = [
@@ -65,6 +65,7 @@ REFUSED: list[tuple[str, Any, tuple[str, ...]]] = [
     ("skip_special_tokens", None, ("None", "true or false")),
     ("include_stop_str_in_output", 1, ("1", "true or false")),
     ("detokenize", 0, ("0", "true or false")),
+    ("structured_outputs", {"regex": "a"}, ("'regex'", "StructuredOutputs")),
 ]
 
 
@@ -172,3 +173,45 @@ def test_any_value_is_taken_or_refused_by_name(field: str, value: Any) -> None:
     except InvalidRequestError as error:
         refused = error
     assert refused is None or refused.param == field
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, ("exactly one of json, regex, choice, grammar, json_object", "none")),
+        ({"json_object": False}, ("none",)),
+        ({"regex": "a", "choice": ["b"]}, ("regex and choice",)),
+        ({"json": "{", "regex": "a"}, ("json and regex",)),
+        ({"json": "{"}, ("'{'", "no JSON")),
+        ({"json": "[1]"}, ("[1]", "an object")),
+        ({"json": [1]}, ("[1]", "an object")),
+        ({"json": '{"type": "null", "type": "string"}'}, ("'type'", "twice")),
+        ({"json": '{"minimum": NaN}'}, ("NaN",)),
+        ({"json": {"minimum": math.inf}}, ("no JSON",)),
+        ({"json": {"const": {1, 2}}}, ("{1, 2}",)),
+        ({"json": "[" * 100_000}, ("recursion",)),
+        ({"regex": ""}, ("regex", "non-empty")),
+        ({"regex": 5}, ("5", "string")),
+        ({"grammar": ""}, ("grammar", "non-empty")),
+        ({"choice": []}, ("choice", "[]")),
+        ({"choice": "ab"}, ("'ab'", "list")),
+        ({"choice": ["a", ""]}, ("choice", "non-empty")),
+        ({"json_object": 1}, ("json_object", "true or false")),
+    ],
+)
+def test_structured_outputs_refused(fields: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        StructuredOutputs(**fields)
+    assert caught.value.param == "structured_outputs"
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_structured_outputs_are_values() -> None:
+    """A schema is kept as text, in its order of keys, so that requests with equal ones share."""
+    schema = {"type": "object", "properties": {"b": {}, "ä": {"enum": (1, 2)}}}
+    text = '{"type":"object", "properties": {"b": {}, "ä": {"enum": [1, 2]}}}'
+    assert StructuredOutputs(json=schema) == StructuredOutputs(json=text)
+    assert len({StructuredOutputs(json=schema), StructuredOutputs(json=text)}) == 1
+    assert StructuredOutputs(choice=["a", "b"]).choice == ("a", "b")
+    assert StructuredOutputs(json_object=True).json is None

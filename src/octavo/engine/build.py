@@ -14,6 +14,7 @@ from octavo.attention.spec import AttentionSpec, Phase
 from octavo.cache import KVGroup, kv_groups
 from octavo.checkpoint import Checkpoint, open_checkpoint, resolve_model
 from octavo.config import EngineConfig
+from octavo.engine.grammar import GrammarCompiler
 from octavo.engine.loop import Engine, EngineLimits
 from octavo.errors import ConfigError, InsufficientMemoryError
 from octavo.frontend import Frontend
@@ -61,6 +62,39 @@ class Loaded:
     frontend: Frontend
     default_params: SamplingParams
     report: LoadReport
+
+
+@dataclass(frozen=True)
+class TextSide:
+    """What a process without the engine needs of a model. ``defaults`` are the sampling parameters
+    that the checkpoint's generation_config.json sets."""
+
+    model: str
+    frontend: Frontend
+    tokenizer: Tokenizer
+    vocab_size: int
+    defaults: dict[str, Any]
+
+
+def load_text_side(config: EngineConfig) -> TextSide:
+    """The text side alone, for a server whose engine is another process: no weights are read.
+
+    Raises the classes of :mod:`octavo.errors`, see there.
+    """
+    if config.skip_tokenizer_init:
+        raise ConfigError("a server needs the tokenizer; leave out skip_tokenizer_init")
+    checkpoint = open_model(config)
+    vocab_size = spec_from_config(checkpoint.config).vocab_size
+    tokenizer = _load_tokenizer(config, checkpoint)
+    return TextSide(
+        model=checkpoint.name,
+        frontend=Frontend(
+            tokenizer, vocab_size=vocab_size, eos_token_ids=tokenizer.eos_ids, seed=config.seed
+        ),
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        defaults=_generation_defaults(config, checkpoint),
+    )
 
 
 def build_engine(config: EngineConfig) -> Loaded:
@@ -111,7 +145,8 @@ def build_engine(config: EngineConfig) -> Loaded:
         enable_prefix_caching=config.enable_prefix_caching,
         async_scheduling=overlapped,
     )
-    engine = Engine(runtime, groups, limits)
+    grammars = None if tokenizer is None else GrammarCompiler(tokenizer, spec.vocab_size)
+    engine = Engine(runtime, groups, limits, grammars)
     frontend = Frontend(
         tokenizer,
         vocab_size=spec.vocab_size,
@@ -264,18 +299,23 @@ def _default_params(
     config: EngineConfig, checkpoint: Checkpoint
 ) -> tuple[SamplingParams, str | None]:
     """What requests without parameters get, and a note where the checkpoint changes it."""
-    if config.generation_config == "vllm":
-        return SamplingParams(), None
-    given: dict[str, Any] = {
-        ours: checkpoint.generation_config[theirs]
-        for theirs, ours in _GENERATION_NAMES.items()
-        if checkpoint.generation_config.get(theirs) is not None
-    }
+    given = _generation_defaults(config, checkpoint)
     if not given:
         return SamplingParams(), None
     changes = ", ".join(f"{name} {value}" for name, value in given.items())
     note = f"the checkpoint's generation_config.json sets the defaults {changes}"
     return SamplingParams(**given), note
+
+
+def _generation_defaults(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, Any]:
+    """The sampling parameters that generation_config.json sets, by our names."""
+    if config.generation_config == "vllm":
+        return {}
+    return {
+        ours: checkpoint.generation_config[theirs]
+        for theirs, ours in _GENERATION_NAMES.items()
+        if checkpoint.generation_config.get(theirs) is not None
+    }
 
 
 def _eos_token_ids(checkpoint: Checkpoint) -> frozenset[int]:
@@ -296,6 +336,9 @@ def _precision(config: EngineConfig, dtype: str, kv_dtype: str) -> str:
     """What is computed in, and what of the checkpoint's precision is given up for it."""
     if config.exact:
         return "float32 (exact)"
-    if dtype == kv_dtype == "float32":
-        return "float32"
-    return f"{dtype} (weights and activations rounded to {dtype}, KV to {kv_dtype})"
+    rounded = []
+    if dtype != "float32":
+        rounded.append(f"weights and activations rounded to {dtype}")
+    if kv_dtype != "float32":
+        rounded.append(f"KV rounded to {kv_dtype}")
+    return f"{dtype} ({', '.join(rounded)})" if rounded else dtype

@@ -8,6 +8,8 @@ it is known. The code is the same, and so are the ids:
 - A row that turns out to be finished has a surplus row in the step just launched. It is sampled
   and dropped, and its blocks return when that step is done (:class:`~octavo.cache.KVCache` sees to
   it). Ends by length are foreseen and leave no surplus.
+- A grammar's mask is made with the sampling, so that it knows every id before, and is a request's
+  own: what is computed again after a preemption is not taken twice.
 - A request that is preempted or aborted while its id is in flight keeps or drops it on delivery.
 """
 
@@ -16,8 +18,9 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent import futures
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -35,10 +38,14 @@ from octavo.errors import ConfigError, ContextLengthError, InvalidRequestError
 from octavo.outputs import FinishReason, RequestMetrics, TokenLogprobs
 from octavo.runtime import Runtime
 
+if TYPE_CHECKING:
+    from octavo.engine.grammar import GrammarCompiler, GrammarMatcher
+
 _NOT_FINITE = (
     "the model's logits are not finite (NaN or infinity): the checkpoint is damaged, or its values "
     "exceed the chosen dtype; try another dtype, or exact=True"
 )
+_COMPILE_POLL = 0.01  # seconds to wait for a grammar when there is nothing else to do
 
 
 @dataclass(frozen=True)
@@ -117,10 +124,15 @@ class _Step:
 
 
 class Engine:
-    """Requests in, updates out, one :meth:`step` at a time; not for several threads at once."""
+    """Requests in, updates out, one :meth:`step` at a time; not for several threads at once.
+    ``grammars`` is None where there is no tokenizer: structured outputs are then refused."""
 
     def __init__(
-        self, runtime: Runtime, kv_groups: Sequence[KVGroup], limits: EngineLimits
+        self,
+        runtime: Runtime,
+        kv_groups: Sequence[KVGroup],
+        limits: EngineLimits,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         if len(kv_groups) != len(limits.num_blocks):
             raise ConfigError(
@@ -132,7 +144,10 @@ class Engine:
             kv_groups, limits.num_blocks, limits.block_size, limits.enable_prefix_caching
         )
         self._scheduler = Scheduler(self._kv, limits.max_num_seqs, limits.max_num_batched_tokens)
+        self._grammars = grammars
         self._requests: dict[str, Request] = {}
+        # Not yet with the scheduler: the grammar being made, and the limit of tokens.
+        self._compiling: dict[Request, tuple[futures.Future[GrammarMatcher], int]] = {}
         self._in_flight: _Step | None = None
         self._updates: list[RequestUpdate] = []  # not returned yet
         self._num_steps = 0
@@ -168,6 +183,13 @@ class Engine:
                 f"the prompt has token id {wrong}, ids go from 0 to {vocab_size - 1}", "prompt"
             )
         params.check_vocabulary(vocab_size)
+        if params.structured_outputs is not None and (
+            self._grammars is None or not request.eos_token_ids
+        ):
+            missing = "an end-of-sequence token, the checkpoint names none"
+            if self._grammars is None:
+                missing = "the tokenizer, which was skipped (skip_tokenizer_init)"
+            raise InvalidRequestError(f"structured_outputs need {missing}", "structured_outputs")
         if params.max_tokens == 0 and params.prompt_logprobs is None:
             raise InvalidRequestError(
                 "max_tokens 0 asks for nothing: set prompt_logprobs to score the prompt, or "
@@ -180,13 +202,17 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request, or raise what :meth:`check` raises. ``max_tokens`` beyond the room left
-        is clamped to it."""
+        is clamped to it. A request with a grammar joins the queue once that is compiled."""
         self.check(request)
         limit = self.max_total_tokens
         if request.params.max_tokens is not None:
             limit = min(limit, len(request.prompt_token_ids) + request.params.max_tokens)
         self._requests[request.request_id] = request
-        self._scheduler.add(request, limit)
+        if self._grammars is not None and request.params.structured_outputs is not None:
+            made = self._grammars.compile(request.params.structured_outputs)
+            self._compiling[request] = made, limit
+        else:
+            self._scheduler.add(request, limit)
 
     def abort(self, request_id: str) -> None:
         """Drop a request: no update of it comes after this, and its blocks go back. An unknown id
@@ -203,6 +229,7 @@ class Engine:
         raises, the ids in flight are lost and the error goes on to the caller: every request can
         then be aborted, or computed again by further steps."""
         try:
+            self._queue_compiled()
             launched = self._launch_forward()
             self._deliver()
             if launched is not None:
@@ -220,7 +247,7 @@ class Engine:
         scheduler = self._scheduler
         return EngineStats(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=len(scheduler.waiting) + len(self._compiling),
             kv_cache_usage=self._kv.usage,
             num_steps=self._num_steps,
             num_preemptions=scheduler.num_preemptions,
@@ -230,6 +257,23 @@ class Engine:
             generation_tokens=self._generation_tokens,
             finished=dict(self._finished),
         )
+
+    def _queue_compiled(self) -> None:
+        """Hand requests whose grammar is ready to the scheduler."""
+        scheduler = self._scheduler
+        if self._compiling and not (scheduler.running or scheduler.waiting or self._in_flight):
+            makers = [made for made, _ in self._compiling.values()]
+            futures.wait(makers, _COMPILE_POLL, return_when=futures.FIRST_COMPLETED)
+        ready = [(request, *rest) for request, rest in self._compiling.items() if rest[0].done()]
+        for request, made, limit in ready:
+            problem = made.exception()
+            if problem is None:
+                del self._compiling[request]
+                request.matcher = made.result()
+                scheduler.add(request, limit)
+            else:
+                self._remove(request, "abort", time.monotonic())
+                self._updates.append(_refused(request, f"the grammar doesn't compile: {problem}"))
 
     def _launch_forward(self) -> _Step | None:
         rows = self._scheduler.schedule()
@@ -291,13 +335,20 @@ class Engine:
         request.num_pending_ids -= len(new_token_ids)
         request.prompt_logprobs += prompt_logprobs
         finish_reason: FinishReason | None = None
-        stop_reason = error = None
-        if INVALID_TOKEN in new_token_ids or {} in prompt_logprobs:
-            finish_reason, error = "abort", _NOT_FINITE
+        stop_reason = None
+        error: str | None = None
+        if request.matcher is not None and request.matcher.error is not None:
+            error = f"the grammar can't be followed any further: {request.matcher.error}"
+        elif INVALID_TOKEN in new_token_ids or {} in prompt_logprobs:
+            error = _NOT_FINITE
+        if error is not None:
+            finish_reason = "abort"
             new_token_ids, logprobs = [], []
         for token_id in new_token_ids:
             request.append(token_id)
             finish_reason, stop_reason = _finish_reason(request, token_id)
+            if finish_reason is None and request.matcher is not None:
+                request.matcher.accept(token_id)
         if row.stop == len(request.prompt_token_ids) and not request.generates:
             finish_reason = finish_reason or "length"
         if request.status is RequestStatus.RUNNING and error is None:
@@ -334,7 +385,9 @@ class Engine:
             self._remove(request, reason, time.monotonic())
 
     def _remove(self, request: Request, reason: FinishReason, now: float) -> None:
-        self._scheduler.remove(request)
+        if self._compiling.pop(request, None) is None:
+            self._scheduler.remove(request)
+        request.status = RequestStatus.FINISHED
         del self._requests[request.request_id]
         self._finished[reason] += 1
         request.metrics.finished_time = now
@@ -361,7 +414,17 @@ class Engine:
         return f"{need}, but {holder}; shorten the prompt or raise the limit"
 
 
+def _refused(request: Request, error: str) -> RequestUpdate:
+    """The only update of a request that never ran."""
+    return RequestUpdate(
+        request.request_id, [], None, None, "abort", None, 0, request.metrics, error
+    )
+
+
 def _sampling_row(request: Request) -> SamplingRow:
+    banned_ids, mask = request.banned_ids, None
+    if request.matcher is not None and request.status is not RequestStatus.FINISHED:
+        banned_ids, mask = (), request.matcher.mask(banned_ids)
     return SamplingRow(
         params=request.params,
         prompt_token_ids=request.prompt_token_ids,
@@ -369,14 +432,16 @@ def _sampling_row(request: Request) -> SamplingRow:
         seed=request.seed,
         choice=request.choice,
         position=len(request.output_token_ids),
-        banned_ids=request.banned_ids,
+        banned_ids=banned_ids,
+        mask=mask,
     )
 
 
 def _finish_reason(request: Request, token_id: int) -> tuple[FinishReason | None, int | None]:
     """Whether the id just appended ends the request, and the ``stop_token_id`` it ended at."""
-    if token_id in request.stop_ids:  # never before min_tokens: until then they are banned
-        by_eos = token_id in request.eos_token_ids and not request.params.ignore_eos
+    # Never before min_tokens, as they are banned until then; but a grammar may end before.
+    if token_id in request.stop_ids:
+        by_eos = token_id in request.eos_token_ids and request.ends_at_eos
         return "stop", None if by_eos else token_id
     if len(request.token_ids) >= request.max_total_tokens:
         return "length", None

@@ -5,10 +5,14 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 from octavo.cache import RequestBlocks
 from octavo.outputs import RequestMetrics, TokenLogprobs
 from octavo.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from octavo.engine.grammar import GrammarMatcher
 
 
 class RequestStatus(Enum):
@@ -44,6 +48,7 @@ class Request:
     num_cached_tokens: int = field(default=0, init=False)  # found in the cache when first admitted
     num_scored_tokens: int = field(default=0, init=False)  # positions asked for prompt_logprobs
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
+    matcher: GrammarMatcher | None = field(default=None, init=False)  # of structured outputs
     row: int = field(default=-1, init=False)  # its row in the last step that it was part of
     metrics: RequestMetrics = field(init=False)
 
@@ -56,9 +61,15 @@ class Request:
         self.token_ids = list(self.prompt_token_ids)
         self.metrics = RequestMetrics(self.arrival_time)
         stops = set(self.params.stop_token_ids)
-        if not self.params.ignore_eos:
+        if self.ends_at_eos:
             stops |= self.eos_token_ids
         self.stop_ids = frozenset(stops)
+
+    @property
+    def ends_at_eos(self) -> bool:
+        """Nothing can follow the end of a grammar, so that ``ignore_eos`` only puts it off there
+        for as long as the grammar can go on."""
+        return not self.params.ignore_eos or self.params.structured_outputs is not None
 
     @property
     def num_tokens(self) -> int:
@@ -82,6 +93,8 @@ class Request:
         """What the next id must not be: the stops, until ``min_tokens`` are there."""
         if len(self.output_token_ids) < self.params.min_tokens:
             return tuple(sorted(self.stop_ids))
+        if self.params.ignore_eos and self.ends_at_eos:
+            return tuple(sorted(self.eos_token_ids))
         return ()
 
     def append(self, token_id: int) -> None:

@@ -3,7 +3,8 @@
 The rules and their order are vLLM's (the order of equal logits is ours, see below):
 
 1. log probabilities are taken from the logits as the model gave them;
-2. banned ids (eos and stop ids until ``min_tokens``) get ``-inf``;
+2. banned ids (eos and stop ids until ``min_tokens``), and those that a grammar's mask leaves out,
+   get ``-inf``;
 3. ``logit_bias`` is added;
 4. penalties: repetition (prompt and output; a positive logit is divided, another multiplied), then
    frequency and presence (output only; subtracted);
@@ -44,6 +45,12 @@ _TOP_P_TOLERANCE = 1e-6
 # A token this far below the likeliest one (in scaled logits) can't win, for the noise spans 26,
 # and a whole vocabulary of them weighs nothing in top_p: 262,144 * e^-30 = 2e-8.
 _OUT_OF_REACH = 30.0
+# What a mask adds to eight logits, by the byte of their bits: ten times faster than bit by bit.
+_MASK_ADDENDS = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"),
+    np.float32(0.0),
+    np.float32(-np.inf),
+)
 _FLOAT32_SAFE = 1e30  # parameters beyond it (or its inverse) would make infinities of logits
 
 
@@ -53,7 +60,8 @@ class SamplingRow:
 
     ``choice`` counts a request's ``n`` answers from 0, ``position`` is the index of the token to
     draw, 0 being the first generated. ``banned_ids`` are the ids that would end the sequence,
-    while it is shorter than ``min_tokens``.
+    while it is shorter than ``min_tokens``. ``mask`` has a grammar's allowed tokens as bits, the
+    lowest bit of a word first.
     """
 
     params: SamplingParams
@@ -63,6 +71,7 @@ class SamplingRow:
     choice: int
     position: int
     banned_ids: Collection[int] = ()
+    mask: NDArray[np.uint32] | None = None  # [ceil(vocab_size / 32)]
 
 
 @dataclass(frozen=True)
@@ -72,8 +81,9 @@ class SamplingBatch:
     The ragged parts are flat: entry ``i`` of ``ban_ids`` belongs to row ``ban_rows[i]``, and so
     on; a (row, id) pair occurs once in each. ``count_*`` list the distinct prompt and output ids
     of the rows that have a penalty, with the number of times they occur in the output (0: in the
-    prompt only). P of the step's logits serve ``prompt_logprobs``: ``prompt_targets`` are the
-    prompt ids that came next there.
+    prompt only). M of the rows have a grammar: ``masks[i]`` holds the allowed tokens of row
+    ``mask_rows[i]``, token ``t`` as bit ``t % 32`` of word ``t // 32``. P of the step's logits
+    serve ``prompt_logprobs``: ``prompt_targets`` are the prompt ids that came next there.
     """
 
     sample_indices: Int32  # [S], places in the step's L logits
@@ -96,6 +106,8 @@ class SamplingBatch:
     count_rows: Int32
     count_ids: Int32
     count_output: Int32
+    mask_rows: Int32  # [M]
+    masks: NDArray[np.uint32]  # [M, ceil(vocab_size / 32)]
     prompt_indices: Int32  # [P], places in the step's L logits
     prompt_targets: Int32  # [P]
     prompt_top: Int32  # [P], how many of the likeliest to report
@@ -145,6 +157,7 @@ def make_sampling_batch(
     count_rows, count_ids, count_output = np.concatenate(
         [np.empty((3, 0), np.int32), *counts], axis=1
     )
+    masks = [(r, row.mask) for r, row in enumerate(rows) if row.mask is not None]
     return SamplingBatch(
         sample_indices=np.asarray(sample_indices, np.int32),
         temperature=_float32(min(p.temperature, _FLOAT32_SAFE) for p in params),
@@ -168,6 +181,8 @@ def make_sampling_batch(
         count_rows=count_rows,
         count_ids=count_ids,
         count_output=count_output,
+        mask_rows=_int32(r for r, _ in masks),
+        masks=np.array([mask for _, mask in masks], np.uint32).reshape(-1, -(-vocab_size // 32)),
         prompt_indices=np.asarray(prompt_indices, np.int32),
         prompt_targets=np.asarray(prompt_targets, np.int32),
         prompt_top=np.asarray(prompt_top, np.int32),
@@ -204,8 +219,10 @@ def sample(logits: Float32, batch: SamplingBatch) -> SampleOutput:
 
 
 def _edit(raw: list[Float32], batch: SamplingBatch) -> list[Float32]:
-    """Bans, biases and penalties, on copies of the rows that have any."""
-    changed = np.unique(np.concatenate([batch.ban_rows, batch.bias_rows, batch.count_rows]))
+    """Bans, masks, biases and penalties, on copies of the rows that have any."""
+    changed = np.unique(
+        np.concatenate([batch.ban_rows, batch.bias_rows, batch.count_rows, batch.mask_rows])
+    )
     if not len(changed):
         return raw
     block = np.stack([raw[r] for r in changed])
@@ -213,6 +230,9 @@ def _edit(raw: list[Float32], batch: SamplingBatch) -> list[Float32]:
     at = np.searchsorted(changed, batch.ban_rows), batch.ban_ids
     with np.errstate(invalid="ignore"):  # +inf and NaN become NaN, and so stay visible
         block[at] += -np.inf
+        for r, mask in zip(np.searchsorted(changed, batch.mask_rows), batch.masks, strict=True):
+            addends = _MASK_ADDENDS.take(mask.view(np.uint8), axis=0).reshape(-1)
+            block[r] += addends[: block.shape[1]]
 
     at = np.searchsorted(changed, batch.bias_rows), batch.bias_ids
     block[at] += batch.bias_values
