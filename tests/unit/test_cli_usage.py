@@ -18,11 +18,11 @@ from octavo.errors import ModelNotFoundError
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    for word in ("run", "chat", "backends", "--version"):
+    for word in ("run", "chat", "backends", "verify", "bench", "--version"):
         assert word in text
 
 
-@pytest.mark.parametrize("command", ["run", "chat", "backends"])
+@pytest.mark.parametrize("command", ["run", "chat", "backends", "verify"])
 def test_help_of_a_command_describes_every_flag(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

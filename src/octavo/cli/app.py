@@ -11,8 +11,11 @@ from cyclopts import App, CycloptsError, Parameter
 
 from octavo import __version__
 from octavo.cli.backends import backends
+from octavo.cli.bench import bench
 from octavo.cli.chat import chat
 from octavo.cli.run import run
+from octavo.cli.serve import serve
+from octavo.cli.verify import verify
 from octavo.errors import OctavoError
 
 USER_ERROR = 1
@@ -25,7 +28,7 @@ app = App(
     default_parameter=Parameter(negative_iterable=()),
     suppress_keyboard_interrupt=False,
 )
-for command in (run, chat, backends):
+for command in (run, chat, serve, backends, verify, bench):
     app.command(command)
 
 

@@ -1,0 +1,113 @@
+"""What the API process and the engine process tell each other: msgpack over one ZeroMQ pair.
+
+One message a step carries what it brought all requests. Ids only: text stays on the API side.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from octavo.config import EngineConfig
+from octavo.engine.loop import EngineStats, RequestUpdate
+from octavo.engine.request import Request
+from octavo.sampling_params import SamplingParams
+
+# ---- to the engine
+
+
+class Start(msgspec.Struct):
+    """The first thing the engine process reads, on its standard input."""
+
+    config: EngineConfig
+    address: str  # of the ZeroMQ socket that the API process has bound
+
+
+class Add(msgspec.Struct, tag=True, array_like=True):
+    """Queue a request; ``priority`` and the rest as in :class:`Request`."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    eos_token_ids: frozenset[int]
+    seed: int
+    choice: int
+    priority: int
+    cache_salt: str | None
+
+    @classmethod
+    def of(cls, request: Request) -> Add:
+        return cls(**{name: getattr(request, name) for name in cls.__struct_fields__})
+
+    def request(self) -> Request:
+        """The engine's own; it arrives now, on the engine's clock."""
+        return Request(**{name: getattr(self, name) for name in self.__struct_fields__})
+
+
+class Abort(msgspec.Struct, tag=True, array_like=True):
+    """Drop these requests."""
+
+    request_ids: list[str]
+
+
+class Finish(msgspec.Struct, tag=True, array_like=True):
+    """End these requests: a stop string was found."""
+
+    request_ids: list[str]
+
+
+ToEngine = Add | Abort | Finish
+
+# ---- from the engine
+
+
+class Ready(msgspec.Struct, tag=True, array_like=True):
+    """The model is loaded. ``max_total_tokens`` is the longest a request may become."""
+
+    max_total_tokens: int
+    max_num_seqs: int
+    block_size: int
+    num_blocks: int
+    runtime: str
+    attention_backend: str
+    precision: str
+    load_seconds: float
+    notes: list[str]
+
+
+class Failed(msgspec.Struct, tag=True, array_like=True):
+    """The model can't be loaded, for a reason that is the user's to mend."""
+
+    message: str
+
+
+class Refused(msgspec.Struct, tag=True, array_like=True):
+    """The engine didn't take a request."""
+
+    request_id: str
+    message: str
+    status: int
+    param: str | None
+    code: str | None
+
+
+class Step(msgspec.Struct, tag=True, array_like=True):
+    """What a step brought; no updates where only the figures have changed."""
+
+    updates: list[RequestUpdate]
+    stats: EngineStats
+
+
+FromEngine = Ready | Failed | Refused | Step
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: Any) -> bytes:
+    return _encoder.encode(message)
+
+
+decode_start = msgspec.msgpack.Decoder(Start).decode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
