@@ -3,4 +3,4 @@
 import os
 
 # As the engine itself does (engine/build.py): OpenMP threads that spin ruin a shared machine.
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+os.environ.setdefault("GOMP_SPINCOUNT", "200")

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from octavo.runtime.memory import plan_kv, widening_note
 from octavo.sampling_params import SamplingParams
 from octavo.text import Tokenizer, load_tokenizer
 
-_SPIN_COUNT = "10000"  # some 10 us
+_SPIN_COUNT = "200"  # some 10 us: a pause takes 140 cycles on recent CPUs
 
 # generation_config.json's names for what SamplingParams calls otherwise; the rest are equal.
 _GENERATION_NAMES = {
@@ -42,7 +43,8 @@ _GENERATION_NAMES = {
 @dataclass(frozen=True)
 class LoadReport:
     """What was loaded and chosen. ``precision`` says what is computed in and what that gives up;
-    ``notes`` are sentences for the user, such as what the checkpoint's own settings change."""
+    ``notes`` are sentences for the user, such as what the checkpoint's own settings change;
+    ``phases`` are the parts of ``load_seconds``, in order."""
 
     model: str
     runtime: str
@@ -51,6 +53,7 @@ class LoadReport:
     max_model_len: int
     kv_cache_tokens: int
     load_seconds: float
+    phases: dict[str, float]
     notes: tuple[str, ...]
 
 
@@ -102,7 +105,11 @@ def build_engine(config: EngineConfig) -> Loaded:
 
     Raises the classes of :mod:`octavo.errors`, see there.
     """
-    began = time.monotonic()
+    laps = [("", time.monotonic())]
+
+    def lap(phase: str) -> None:
+        laps.append((phase, time.monotonic()))
+
     checkpoint = open_model(config)
     spec = spec_from_config(checkpoint.config)
     if config.load_format == "auto":
@@ -114,7 +121,9 @@ def build_engine(config: EngineConfig) -> Loaded:
     selections = choose_attention(config, spec, groups, device)
     max_model_len, num_blocks, note = _plan_blocks(config, spec, groups, selections, device)
     notes.append(note)
+    lap("open")
     tokenizer = None if config.skip_tokenizer_init else _load_tokenizer(config, checkpoint)
+    lap("tokenizer")
     params, note = _default_params(config, checkpoint)
     notes.append(note)
     if config.load_format == "auto":
@@ -125,6 +134,7 @@ def build_engine(config: EngineConfig) -> Loaded:
     os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
     from octavo.runtime.eager import load_eager
 
+    lap("runtime import")
     runtime = load_eager(
         spec,
         checkpoint if config.load_format == "auto" else None,
@@ -135,6 +145,7 @@ def build_engine(config: EngineConfig) -> Loaded:
         dtype=dtype,
         num_threads=granted_cores(),
     )
+    lap("weights")
     overlapped = device != "cpu" if config.async_scheduling is None else config.async_scheduling
     limits = EngineLimits(
         max_num_seqs=config.max_num_seqs,
@@ -153,6 +164,7 @@ def build_engine(config: EngineConfig) -> Loaded:
         eos_token_ids=_eos_token_ids(checkpoint) if tokenizer is None else tokenizer.eos_ids,
         seed=config.seed,
     )
+    lap("engine")
     report = LoadReport(
         model=checkpoint.name,
         runtime="eager",
@@ -160,7 +172,8 @@ def build_engine(config: EngineConfig) -> Loaded:
         precision=_precision(config, dtype, selections[0].decode_spec.kv_dtype),
         max_model_len=max_model_len,
         kv_cache_tokens=num_blocks[0] * config.block_size,
-        load_seconds=time.monotonic() - began,
+        load_seconds=laps[-1][1] - laps[0][1],
+        phases={phase: end - start for (_, start), (phase, end) in pairwise(laps)},
         notes=tuple(note for note in notes if note),
     )
     return Loaded(engine, frontend, params, report)
