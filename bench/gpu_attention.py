@@ -115,7 +115,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Variant:
-    """``slots``: times the resident blocks if positive, else minus the blocks of each SM."""
+    """``slots``: times the resident blocks."""
 
     tuning: Tuning
     slots: int = 1
@@ -124,40 +124,31 @@ class Variant:
 
 
 LLAMA = Shape(32, 8, 128)
-S3, S4, S6, W2 = Tuning(64, 4, 3), Tuning(64, 4, 4), Tuning(64, 4, 6), Tuning(64, 2, 4)
-# On every cell. 64-token tiles; s3: 3 stages, 3 blocks an SM; s4: 2 blocks; s6: one.
+S4 = Tuning(64, 4, 4)  # two blocks an SM, three buffers each
+NEVER = 1 << 12  # no line is so short that it is not cut
+# On every cell.
 MAIN = {
-    "s3": Variant(S3),
-    "s4": Variant(S4),
-    "s6": Variant(S6),
-    "w2s4": Variant(W2),
-    "s4d": Variant(replace(S4, dependent=True)),
-    "s3x2": Variant(S3, 2),  # two waves: the hardware balances
+    "auto": Variant(S4),
+    "plain": Variant(replace(S4, dependent=False)),
+    "s3": Variant(replace(S4, num_stages=3)),  # three blocks an SM
+    "w2": Variant(replace(S4, num_warps=2)),
 }
 FIXED = {  # from 2K on
     "fix256": Variant(S4, mode="fixed", split_tokens=256),
     "fix512": Variant(S4, mode="fixed", split_tokens=512),
 }
-OFF = {  # up to 512
-    "off": Variant(S4, mode="off"),
-    "off6": Variant(S6, mode="off"),
-}
+OFF = {"off": Variant(S4, mode="off")}  # up to 2K
 MORE = {
-    "s3x4": Variant(S3, 4),
-    "s4x2": Variant(S4, 2),
-    "s4-1": Variant(S4, -1),
-    "w2s3": Variant(Tuning(64, 2, 3)),
-    "w2s4x2": Variant(W2, 2),
-    "w2s4d": Variant(replace(W2, dependent=True)),
-    "s6d": Variant(replace(S6, dependent=True)),
-    "off": Variant(S4, mode="off"),
-    "f256x2": Variant(S4, 2, "fixed", 256),
+    "cut": Variant(replace(S4, uncut=NEVER)),
+    "uncut2": Variant(replace(S4, uncut=2)),
+    "uncut8": Variant(replace(S4, uncut=8)),
+    "x2": Variant(S4, 2),  # two waves: the hardware balances
+    "f256g2": Variant(replace(S4, fold=2), mode="fixed", split_tokens=256),
     "f256g8": Variant(replace(S4, fold=8), mode="fixed", split_tokens=256),
-    "f256g1": Variant(replace(S4, fold=1), mode="fixed", split_tokens=256),
-    "f512s6": Variant(S6, mode="fixed", split_tokens=512),
 }
 MORE_CELLS = [(512, 1), (512, 4), (512, 16), (512, 64), (2048, 1), (2048, 4), (2048, 16)]
-MORE_CELLS += [(2048, 64), (8192, 1), (8192, 16), (32768, 1), (32768, 16), (131072, 1)]
+MORE_CELLS += [(2048, 64), (8192, 1), (8192, 16), (8192, 18), (8192, 36), (32768, 1)]
+MORE_CELLS += [(131072, 1)]
 
 
 def cells() -> list[Cell]:
@@ -165,12 +156,15 @@ def cells() -> list[Cell]:
     even = [Cell(Shape(h, 8, 128), str(n), (n,) * b) for h, n, b in PEERS]
     even += [Cell(Shape(16, 8, 128), str(n), (n,) * b) for n in (512, 8192) for b in (1, 16)]
     even += [Cell(Shape(16, 8, 128), "131072", (131072,))]
+    even += [Cell(LLAMA, "8192", (8192,) * b) for b in (18, 36)]  # lines fill no whole waves
     even += [Cell(Shape(9, 3, 64), str(n), (n,) * b) for n in (512, 8192, 131072) for b in (1, 16)]
     draw = random.Random(0)
     uneven = [
         Cell(LLAMA, "skewed", (131072,) + (4096,) * 31),
         Cell(LLAMA, "100-2K", tuple(draw.randint(100, 2048) for _ in range(64))),
         Cell(LLAMA, "100-1K", tuple(draw.randint(100, 1024) for _ in range(256))),
+        Cell(LLAMA, "skewed", (131072,) + (4096,) * 63),
+        Cell(LLAMA, "skewed", (500,) * 255 + (32768,)),
         Cell(LLAMA, "1K-100K", tuple(draw.randint(1000, 100_000) for _ in range(8))),
     ]
     ours = [c for c in even if c.shape == LLAMA]
@@ -182,7 +176,7 @@ def cells() -> list[Cell]:
 
 def variants_of(cell: Cell) -> dict[str, Variant]:
     longest = max(cell.lens)
-    chosen = MAIN | (FIXED if longest >= 2048 else {}) | (OFF if longest <= 512 else {})
+    chosen = MAIN | (FIXED if longest >= 2048 else {}) | (OFF if longest <= 2048 else {})
     if cell.shape == LLAMA and ((longest, len(cell.lens)) in MORE_CELLS or len(set(cell.lens)) > 1):
         chosen |= MORE
     return chosen
@@ -190,9 +184,7 @@ def variants_of(cell: Cell) -> dict[str, Variant]:
 
 PREFILL = {
     "m128t64w8s3": PrefillTuning(128, 64, 8, 3),
-    "m128t64w8s4": PrefillTuning(128, 64, 8, 4),
     "m128t128w8s2": PrefillTuning(128, 128, 8, 2),
-    "m128t128w8s3": PrefillTuning(128, 128, 8, 3),
 }
 
 
@@ -202,8 +194,7 @@ def compile_ahead() -> float:
     wanted = {}
     for cell in cells():
         for v in variants_of(cell).values():
-            rows = max(16, triton.next_power_of_2(len(cell.lens)))
-            wanted[spec_of(cell.shape, v), v.tuning, rows] = None
+            wanted[spec_of(cell.shape, v), v.tuning, v.slots, len(cell.lens)] = None
     jobs = [(_compile_decode, *key) for key in wanted]
     jobs += [(_compile_prefill, tuning) for tuning in PREFILL.values()]
     workers = max(1, min(14, (os.cpu_count() or 2) - 2))
@@ -217,14 +208,14 @@ def _compile(job: tuple) -> None:
         job[0](*job[1:])
 
 
-def _compile_decode(spec: AttentionSpec, tuning: Tuning, rows: int) -> None:
+def _compile_decode(spec: AttentionSpec, tuning: Tuning, waves: int, rows: int) -> None:
+    slots = waves * resident_slots(spec, tuning)
     k = torch.zeros(1, PAGE, spec.num_kv_heads, spec.head_dim, dtype=BF16, device=DEVICE)
     table = torch.zeros(rows, 1, dtype=torch.int32, device=DEVICE)
+    lens = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
     q = torch.zeros(rows, spec.num_heads, spec.head_dim, dtype=BF16, device=DEVICE)
-    scratch = make_scratch(spec, rows, 1, 1, tuning)
-    split_decode(spec, q, k, k, table, table[:, 0], num_slots=1, scratch=scratch, tuning=tuning)
-    if rows == 16:
-        resident_slots(spec, tuning)
+    scratch = make_scratch(spec, rows, 1, slots, tuning)
+    split_decode(spec, q, k, k, table, lens, num_slots=slots, scratch=scratch, tuning=tuning)
 
 
 def _compile_prefill(tuning: PrefillTuning) -> None:
@@ -365,6 +356,8 @@ class Bench:
         seq_lens = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
         q = torch.randn(len(lens), shape.heads, shape.head_dim, dtype=BF16, device=DEVICE)
         out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=DEVICE)
+        new = torch.randn(len(lens), shape.kv_heads, shape.head_dim, dtype=BF16, device=DEVICE)
+        nowhere = torch.full((len(lens),), -1, dtype=torch.int32, device=DEVICE)
         checked = sorted({0, len(lens) - 1})
         spec = spec_of(shape)
         wanted = [reference(spec, q[r], ks[0], vs[0], table[r], lens[r]) for r in checked]
@@ -392,6 +385,10 @@ class Bench:
                         tuning=variant.tuning,
                     )
 
+                def stored(i: int) -> None:  # as in the engine: the newest keys, then attention
+                    store_kv(new, new, ks[i % copies], vs[i % copies], nowhere)
+                    launch(i)
+
                 for part in (scratch.out, scratch.m, scratch.l, out, lse):
                     part.fill_(float("nan"))
                 launch(0)
@@ -418,10 +415,11 @@ class Bench:
                 )
                 if not (error < 1e-2 and lse_error < 1e-3):
                     print(f"WRONG {name} {cell}: error {error:.2e} lse {lse_error:.2e}"[:200])
-                if name in ("s3", "s4", "s6", "s4d") and "s4-1" in variants_of(cell):
+                if name in ("auto", "fix256") and "cut" in variants_of(cell):
                     pieces = {}
                     with without_merge():
                         pieces["no merge"] = graph_time(launch, max(copies, 2), 15)
+                    pieces["stored"] = graph_time(stored, max(copies, 2), 15)
                     seq_lens.fill_(0)  # launches, shares, zeros
                     pieces["empty"] = graph_time(launch, max(copies, 2), 15)
                     seq_lens.fill_(1)  # and one tile
@@ -432,8 +430,6 @@ class Bench:
             self.guarded(name, work)
 
     def slots_of(self, spec: AttentionSpec, variant: Variant) -> int:
-        if variant.slots < 0:
-            return -variant.slots * torch.cuda.get_device_properties(0).multi_processor_count
         key = (spec, variant.tuning)
         if key not in self.slots:
             self.slots[key] = resident_slots(spec, variant.tuning)
@@ -504,7 +500,7 @@ class Bench:
         for mode in ("off", "auto", "fixed"):
 
             def work(mode=mode) -> None:
-                variant = Variant(replace(S4, dependent=True), mode=mode, split_tokens=256)
+                variant = Variant(S4, mode=mode, split_tokens=256)
                 spec, tuning = spec_of(LLAMA, variant), variant.tuning
                 slots = self.slots_of(spec, variant)
                 scratch = make_scratch(spec, batch, capacity, 1000, tuning)
@@ -605,10 +601,10 @@ class Bench:
                 speeds = [r for r in fill if r["variant"] == name]
                 print(f"{name:>14}" + "".join(f"{r['tflops']:>6.0f}" for r in speeds))
         scale = PEERS_CEILING / self.ceiling
-        names = [*MAIN, "off", "off6", *FIXED]
+        names = [*MAIN, *OFF, *FIXED]
         print(
             "\nus; peer: best paged kernel, cuDNN contiguous, scaled by the read ceilings; share "
-            "of the ceiling and /peer: best of auto; fix: best of fixed over best of auto"
+            "of the ceiling, /peer: auto; fix: best of fixed over auto"
         )
         print(
             f"{'shape':>9}{'context':>8} batch|"
@@ -616,17 +612,16 @@ class Bench:
             + "|  peer  cudnn|share /peer  fix"
         )
         for key, got in of.items():
-            auto = [r for n, r in got.items() if n in MAIN]
-            if not auto:
+            if "auto" not in got:
                 continue
-            best = min(auto, key=lambda r: r["us"])
+            auto = got["auto"]
             fixed = min((got[n]["us"] for n in FIXED if n in got), default=math.nan)
-            peer, cudnn = (x * scale for x in best["peers"])
+            peer, cudnn = (x * scale for x in auto["peers"])
             print(
                 f"{key[0]:>9}{key[1]:>8}{key[2]:>6}|"
                 + "".join(f"{got[n]['us']:>7.1f}" if n in got else " " * 7 for n in names)
-                + f"|{peer:>6.1f}{cudnn:>7.1f}|{best['share']:>4.0%}"
-                + f"{best['us'] / peer:>6.2f}{fixed / best['us']:>6.2f}"
+                + f"|{peer:>6.1f}{cudnn:>7.1f}|{auto['share']:>4.0%}"
+                + f"{auto['us'] / peer:>6.2f}{fixed / auto['us']:>6.2f}"
             )
         worst = max((r["error"] for r in rows + fill), default=0)
         lse = max((r["lse_error"] for r in rows + fill), default=0)
@@ -638,21 +633,23 @@ class Bench:
     def print_more(self, of: dict) -> None:
         print("\nmore variants, us\n" + " " * 15 + "".join(f"{n:>7}" for n in MORE))
         for key, got in of.items():
-            if "s4-1" in got:
+            if "cut" in got:
                 print(
                     f"{key[1]:>8} x{key[2]:>4} |"
                     + "".join(f"{got[n]['us']:>7.1f}" if n in got else " " * 7 for n in MORE)
                 )
 
     def print_pieces(self) -> None:
-        print("\npieces, us: whole, no merge, empty, one key")
-        pieces = [r for r in self.records if r["kind"] == "pieces" and r["variant"] != "s3"]
+        print("\npieces, us: whole, no merge, behind store_kv, empty, one key")
+        pieces = [r for r in self.records if r["kind"] == "pieces"]
         for key in dict.fromkeys(cell_of(r) for r in pieces):
             print(
                 f"{key[1]:>8} x{key[2]:>4} |"
                 + " |".join(
-                    f"{r['variant']:>4}"
-                    + "".join(f"{r[n]:>7.1f}" for n in ("whole", "no merge", "empty", "one key"))
+                    f"{r['variant']:>7}"
+                    + "".join(
+                        f"{r[n]:>7.1f}" for n in ("whole", "no merge", "stored", "empty", "one key")
+                    )
                     for r in pieces
                     if cell_of(r) == key
                 )

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from octavo.config import engine_config
 from octavo.engine.build import LoadReport, build_engine
+from octavo.engine.loop import EngineStats
 from octavo.errors import InvalidRequestError, OctavoError
 from octavo.frontend import Frontend, Prompt, Submission
 from octavo.outputs import RequestOutput
@@ -48,6 +49,10 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """What applies where no parameters are given: generation_config.json's values."""
         return self._loaded.default_params
+
+    def stats(self) -> EngineStats:
+        """The engine's gauges and counters."""
+        return self._engine.stats()
 
     def generate(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import http.client
 import json
 import os
@@ -55,6 +56,7 @@ class Server:
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
         )
+        atexit.register(self.process.kill)  # where a test fails half-way; its engine follows
         self.log = ""
         self._port: int | None = None
         self._reader = threading.Thread(target=self._read, daemon=True)

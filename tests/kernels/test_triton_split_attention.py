@@ -10,6 +10,8 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
+import triton
+import triton.language as tl
 from helpers.attention import Rows, fill_pool, make_rows, make_spec, num_blocks, oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,8 +22,10 @@ from octavo.kernels.split_attention.triton import (
     Tuning,
     default_tuning,
     make_scratch,
+    num_shares,
     split_decode,
 )
+from octavo.kernels.split_attention.triton_kernels import _share_of
 
 torch.set_num_threads(1)
 TUNING = Tuning(tokens=32, num_warps=4, num_stages=3)
@@ -219,7 +223,7 @@ def test_in_fixed_mode_a_row_is_bitwise_the_same_in_any_batch_and_on_any_device(
     """FA#1570: the length of one row changed the bits of another. Slots decide which groups of
     leaves are added up by one block and which by the merge: the bits must not tell."""
     spec = spec_for(split_mode="fixed", split_tokens=16, num_heads=2, num_kv_heads=1, window=window)
-    rows = make_rows(spec, [90, 260, 12, 64])
+    rows = make_rows(spec, [40, 140, 12, 64])
     tuning = replace(TUNING, tokens=16)
     together, lse = decode(spec, rows, tuning=tuning)
     whole, mixed, cut = 1, 3, 20  # what becomes of most groups of the longest row
@@ -289,6 +293,71 @@ def test_partials_are_true_and_merge_to_the_answer():
             torch.testing.assert_close(merged, out[row, heads], atol=1e-6, rtol=0)
 
 
+def test_short_lines_of_a_long_batch_are_read_whole():
+    """Nothing of theirs is left for the merge, only of the one long line."""
+    spec = spec_for(num_heads=2, num_kv_heads=1)
+    tuning = replace(TUNING, tokens=16, uncut=2)
+    rows = make_rows(spec, [60, 500, 17, 80, 33, 64, 10, 70])
+    pool = fill_pool(
+        spec, TritonCandidate().kv_layout(spec, num_blocks(rows)), TritonBackend(spec, 3), rows
+    )
+    scratch = poisoned(make_scratch(spec, 8, 500, 3, tuning))
+    out, _ = split_decode(
+        spec,
+        torch.from_numpy(rows.q),
+        *pool,
+        torch.from_numpy(rows.batch.block_table),
+        torch.from_numpy(rows.batch.seq_lens),
+        num_slots=3,
+        scratch=scratch,
+        tuning=tuning,
+    )
+    np.testing.assert_allclose(out.numpy(), oracle(spec, rows)[0], atol=2e-6)
+    # 56 units in 8 shares of 7; the second line has units 4 to 35, so it is cut five times.
+    assert (~scratch.l[:, 0].isnan()).sum() == 6
+
+
+@pytest.mark.parametrize(
+    ("mode", "rows", "slots", "shares"),
+    [
+        ("off", 100, 264, 800),
+        ("auto", 1, 264, 264),
+        ("auto", 4, 264, 256),
+        ("auto", 64, 264, 512),
+        ("auto", 18, 264, 264),  # 144 would leave nearly half of the slots idle
+        ("auto", 36, 264, 264),  # so would the second wave of 288
+        ("fixed", 36, 264, 264),
+        ("auto", 1, 6, 6),
+    ],
+)
+def test_no_eighth_of_the_slots_is_left_idle(mode, rows, slots, shares):
+    spec = spec_for(split_mode=mode, num_heads=8, num_kv_heads=8)
+    assert num_shares(spec, rows, slots) == shares
+
+
+@pytest.mark.parametrize(
+    ("total", "shares"),
+    [(1, 1), (7, 7), (100, 7), (20010, 20000), (32769, 32768), (2**28, 32768), (2**29 + 5, 264)],
+)
+def test_every_unit_is_found_in_its_share(total, shares):
+    """Where shares begin and end, and in the middle: the kernel divides in fp32 and corrects."""
+
+    @triton.jit
+    def find(units, found, total, shares, N: tl.constexpr):
+        at = tl.program_id(0) * N + tl.arange(0, N)
+        tl.store(found + at, _share_of(tl.load(units + at), total, shares))
+
+    size = 1 << 12
+    cuts = np.arange(shares + 1, dtype=np.int64) * total // shares
+    middles = np.arange(size, dtype=np.int64) * (total - 1) // (size - 1)
+    units = np.unique(np.concatenate([cuts[:-1], cuts[1:] - 1, middles]))
+    padded = np.resize(units, triton.cdiv(len(units), size) * size).astype(np.int32)
+    found = torch.empty(len(padded), dtype=torch.int32)
+    find[(len(padded) // size,)](torch.from_numpy(padded), found, total, shares, N=size)
+    want = np.searchsorted(cuts, padded, side="right") - 1
+    np.testing.assert_array_equal(found.numpy(), want)
+
+
 @settings(max_examples=6, deadline=None)
 @given(
     lens=st.lists(st.integers(0, 130), min_size=1, max_size=4),
@@ -296,9 +365,10 @@ def test_partials_are_true_and_merge_to_the_answer():
     mode=st.sampled_from(["off", "auto", "fixed"]),
     split_tokens=st.sampled_from([16, 32, 48]),
     fold=st.integers(1, 5),
+    uncut=st.integers(1, 4),
     window=st.none() | st.integers(1, 160),
 )
-def test_any_batch_is_covered_exactly(lens, slots, mode, split_tokens, fold, window):
+def test_any_batch_is_covered_exactly(lens, slots, mode, split_tokens, fold, uncut, window):
     spec = spec_for(
         num_heads=2,
         num_kv_heads=2,
@@ -307,5 +377,5 @@ def test_any_batch_is_covered_exactly(lens, slots, mode, split_tokens, fold, win
         split_mode=mode,
         split_tokens=split_tokens,
     )
-    tuning = Tuning(16, 4, 3, fold=fold)
+    tuning = Tuning(16, 4, 3, fold=fold, uncut=uncut)
     assert_right(spec, make_rows(spec, lens), slots=slots, tuning=tuning)

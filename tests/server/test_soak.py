@@ -1,4 +1,4 @@
-"""Many clients at once: streams, whole answers, clients that leave, broken bodies, prompts too long.
+"""Many clients at once: streams, whole answers, leavers, broken bodies, prompts too long.
 
 Every answer is checked against that of the request alone. The engine has few blocks, so that it
 preempts. OCTAVO_SOAK_SECONDS says how long, 5 if unset; OCTAVO_SOAK_CLIENTS how many, 64.

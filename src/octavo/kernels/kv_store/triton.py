@@ -6,6 +6,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from octavo.kernels.split_attention.triton import dependent_launches
 
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -31,6 +34,7 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
         V_SIZE=v_size,
         K_BLOCK=triton.next_power_of_2(k_size),
         V_BLOCK=triton.next_power_of_2(v_size),
+        EARLY=dependent_launches(),
         num_warps=4,
     )
 
@@ -53,8 +57,11 @@ def _store_kernel(
     V_SIZE: tl.constexpr,
     K_BLOCK: tl.constexpr,
     V_BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,  # lets the attention kernel find its share before this one ends
 ):
     """Grid: (T,)."""
+    if EARLY:
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token).to(tl.int64)
     i = tl.arange(0, K_BLOCK)

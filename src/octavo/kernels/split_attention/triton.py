@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,29 +24,41 @@ MAX_SHARES = 1 << 15  # the kernel finds its share in 32 bits
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
+@cache
+def dependent_launches() -> bool:
+    """Whether a kernel can start before the one in front of it has ended: on NVIDIA GPUs from
+    Hopper on."""
+    return (
+        not INTERPRETED
+        and torch.version.cuda is not None
+        and torch.cuda.get_device_capability() >= (9, 0)
+    )
+
+
 @dataclass(frozen=True)
 class Tuning:
     """How the kernel is cut and compiled. ``tokens`` keys are read at a time. ``fold`` leaves of
-    ``fixed`` mode are a group. ``dependent`` lets the launch begin before the one in front of it
-    has ended."""
+    ``fixed`` mode are a group. In ``auto`` mode no line is cut that is at most 1 / ``uncut`` of a
+    slot's work. ``dependent`` lets the launch begin before the one in front of it has ended."""
 
     tokens: int
     num_warps: int
     num_stages: int
     fold: int = 4
-    dependent: bool = False
+    uncut: int = 4
+    dependent: bool = True
 
 
 def default_tuning(spec: AttentionSpec) -> Tuning:
-    """A tile of K (or V) takes at most 16 KB, so that two of each fit thrice in an SM of Hopper.
-    In ``fixed`` mode no tile may reach over the end of a leaf."""
+    """A tile of K (or V) takes at most 16 KB, so that three of each fit twice in an SM of Hopper:
+    two blocks with three buffers beat three with two. In ``fixed`` mode no tile may reach over
+    the end of a leaf."""
     itemsize = getattr(torch, spec.kv_dtype).itemsize
     tokens = 16384 // (_padded(max(spec.head_dim, spec.v_head_dim)) * itemsize)
     tokens = min(64, max(16, tokens))
-    if spec.split_mode != "fixed":
-        return Tuning(tokens, num_warps=4, num_stages=3)
-    # Registers allow two blocks an SM there, so each may have a third buffer.
-    return Tuning(min(tokens, spec.split_tokens & -spec.split_tokens), num_warps=4, num_stages=4)
+    if spec.split_mode == "fixed":
+        tokens = min(tokens, spec.split_tokens & -spec.split_tokens)
+    return Tuning(tokens, num_warps=4, num_stages=4)
 
 
 @dataclass(frozen=True)
@@ -92,11 +105,15 @@ def make_scratch(
 
 
 def num_shares(spec: AttentionSpec, num_rows: int, num_slots: int) -> int:
-    """Size of the grid: as many shares as there are slots, but as many for each line as for any
-    other, so that in a batch of equal lengths no block has to work in two lines."""
+    """Size of the grid: as many shares for each line as for any other, so that in a batch of
+    equal lengths no block has to work in two lines; or, where that would leave more than an eighth
+    of the slots idle, as many as there are slots."""
     lines = num_rows * spec.num_kv_heads
-    per_line = 1 if spec.split_mode == "off" else max(1, num_slots // lines)
-    return min(per_line * lines, MAX_SHARES)
+    if spec.split_mode == "off":
+        return min(lines, MAX_SHARES)
+    shares = lines * max(1, num_slots // lines)
+    waves = triton.cdiv(shares, num_slots)
+    return min(shares if 8 * shares >= 7 * waves * num_slots else num_slots, MAX_SHARES)
 
 
 def resident_slots(spec: AttentionSpec, tuning: Tuning | None = None) -> int:
@@ -117,6 +134,7 @@ def resident_slots(spec: AttentionSpec, tuning: Tuning | None = None) -> int:
         q.new_empty(1, spec.num_heads, spec.v_head_dim),
         q.new_empty(1, spec.num_heads, dtype=torch.float32),
         make_scratch(spec, 1, 1, 1, tuning),
+        1,
         tuning,
     )
     kernel = split_kernel.warmup(*arguments, **constants, grid=(1,))
@@ -151,10 +169,10 @@ def split_decode(
 
     ``q`` [R, H, D]; ``k_cache`` [blocks, block_size, Hkv, D] and ``v_cache`` [blocks, block_size,
     Hkv, Dv], innermost dimension contiguous; ``block_table`` [R, any] int32, of which only entries
-    of blocks that hold visible keys are read; ``seq_lens`` [R] int32, the new token included, not
-    written by the kernel launched just before; ``sinks`` [H]. ``num_slots`` is about how many
-    blocks to use (:func:`resident_slots`). A row of length 0 gets zeros and ``lse`` -inf (its
-    sink, where there is one).
+    of blocks that hold visible keys are read; ``seq_lens`` [R] int32, the new token included;
+    neither of these two written by the kernel launched just before; ``sinks`` [H]. ``num_slots``
+    is about how many blocks to use (:func:`resident_slots`). A row of length 0 gets zeros and
+    ``lse`` -inf (its sink, where there is one).
 
     Returns ``out`` [R, H, Dv] in q's dtype and ``lse`` [R, H] fp32. Launches only: nothing waits
     for the device, so it can be captured.
@@ -167,11 +185,24 @@ def split_decode(
     tuning = tuning or default_tuning(spec)
     shares = num_shares(spec, num_rows, num_slots)
     arguments, constants = _split_arguments(
-        spec, q, k_cache, v_cache, block_table, seq_lens, sinks, out, lse, scratch, tuning
+        spec,
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        seq_lens,
+        sinks,
+        out,
+        lse,
+        scratch,
+        num_slots,
+        tuning,
     )
     split_kernel[(shares,)](*arguments, **constants)
     if spec.split_mode != "off":
-        merge_kernel[(num_rows, num_heads)](
+        merge = _merge_constants(spec, triton.cdiv(shares, num_rows * spec.num_kv_heads))
+        columns = triton.cdiv(spec.v_head_dim, merge["COLUMNS"])
+        merge_kernel[(num_rows, num_heads, columns)](
             seq_lens,
             sinks,
             out,
@@ -180,12 +211,13 @@ def split_decode(
             scratch.m,
             scratch.l,
             shares,
+            num_slots,
             num_rows,
             scratch.line_groups,
             *out.stride()[:2],
             **_line_constants(spec, tuning, num_rows),
-            **_merge_constants(spec),
-            launch_pdl=not INTERPRETED,
+            **merge,
+            launch_pdl=dependent_launches(),
         )
     return out, lse
 
@@ -201,11 +233,12 @@ def _split_arguments(
     out: Tensor,
     lse: Tensor,
     scratch: Scratch,
+    num_slots: int,
     tuning: Tuning,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What the split kernel is launched with, and what it is compiled for."""
     group = triton.next_power_of_2(spec.num_heads // spec.num_kv_heads)
-    dependent = tuning.dependent and not INTERPRETED
+    dependent = tuning.dependent and dependent_launches()
     arguments = (
         q,
         k_cache,
@@ -220,6 +253,7 @@ def _split_arguments(
         scratch.l,
         spec.scale * math.log2(math.e),
         (spec.soft_cap or 0.0) * math.log2(math.e),
+        num_slots,
         len(q),
         scratch.line_groups,
         *q.stride()[:2],
@@ -236,6 +270,7 @@ def _split_arguments(
         "TOKENS": tuning.tokens,
         "BLOCK_G": max(16, group),
         "BLOCK_D": _padded(spec.head_dim),
+        "BLOCK_DV": _padded(spec.v_head_dim),
         "WIDEN": INTERPRETED and q.dtype == torch.bfloat16,
         "num_warps": tuning.num_warps,
         "num_stages": tuning.num_stages,
@@ -256,18 +291,25 @@ def _line_constants(spec: AttentionSpec, tuning: Tuning, num_rows: int) -> dict[
         "SINKS": spec.has_sinks,
         "FIXED": spec.split_mode == "fixed",
         "FOLD": tuning.fold,
-        "BLOCK_DV": _padded(spec.v_head_dim),
+        "UNCUT": tuning.uncut,
         "BLOCK_ROWS": max(16, triton.next_power_of_2(num_rows)),
-        "EARLY": spec.split_mode != "off" and not INTERPRETED,
+        "EARLY": spec.split_mode != "off" and dependent_launches(),
     }
 
 
-def _merge_constants(spec: AttentionSpec) -> dict[str, int]:
-    """How many partials a merge holds at once: 32 numbers a thread of eight warps, or 16 of four
-    warps where each is the sum of a group, so that three fit an SM. From the spec alone, as the
-    bits depend on it."""
-    numbers, warps = (2048, 4) if spec.split_mode == "fixed" else (8192, 8)
-    return {"PARTIALS": min(128, numbers // _padded(spec.v_head_dim)), "num_warps": warps}
+def _merge_constants(spec: AttentionSpec, shares_a_line: int) -> dict[str, int]:
+    """What a block of the merge holds at once: 16 numbers a thread, so that many blocks fit an SM
+    beside those of the split kernel. In ``fixed`` mode from the spec alone, as the bits depend on
+    it."""
+    if spec.split_mode == "fixed":
+        partials, columns = 32, 32
+    else:
+        # A line that is cut unevenly lies in one share more.
+        partials = min(64, max(8, int(triton.next_power_of_2(shares_a_line + 1))))
+        columns = 2048 // partials
+    columns = min(columns, _padded(spec.v_head_dim))
+    warps = max(1, partials * columns // 512)
+    return {"PARTIALS": partials, "COLUMNS": columns, "num_warps": warps}
 
 
 def _padded(head_dim: int) -> int:

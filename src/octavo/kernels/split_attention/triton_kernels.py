@@ -10,7 +10,8 @@ CUDA graph stays right at every length.
 
 The part of a line that falls into one share is a *segment*. A line that is one segment is
 finished where it was read; of any other, each segment leaves a partial in scratch memory for the
-merge kernel.
+merge kernel. In ``auto`` mode a line that is short beside what a slot of the GPU has to read is
+not cut: it is read whole by the share that it begins in, at little loss of balance.
 
 Modes differ in the unit: ``auto`` one tile of keys, ``off`` the whole line. In ``fixed`` mode a
 unit is a *leaf*, ``split_tokens`` keys at absolute multiples, each with a softmax of its own, and
@@ -27,10 +28,17 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from octavo.kernels.split_attention.triton_partials import LOG2E, add, empty, finish, leave
+from octavo.kernels.split_attention.triton_partials import (
+    LOG2E,
+    add,
+    empty,
+    finish,
+    leave,
+    take,
+)
 
 
-@triton.jit(do_not_specialize=["num_rows", "line_groups", "stride_table"])
+@triton.jit(do_not_specialize=["num_slots", "num_rows", "line_groups", "stride_table"])
 def split_kernel(
     q,
     k_cache,
@@ -45,6 +53,7 @@ def split_kernel(
     part_l,
     scale,  # times log2(e)
     soft_cap,  # times log2(e)
+    num_slots,
     num_rows,
     line_groups,
     stride_qr,
@@ -65,6 +74,7 @@ def split_kernel(
     SINKS: tl.constexpr,
     FIXED: tl.constexpr,
     FOLD: tl.constexpr,
+    UNCUT: tl.constexpr,
     DEPENDENT: tl.constexpr,  # launched before the kernel in front of it has ended
     EARLY: tl.constexpr,  # lets the merge kernel start, and wait, before this one ends
     TOKENS: tl.constexpr,
@@ -85,8 +95,7 @@ def split_kernel(
     shares = tl.minimum(tl.num_programs(0), total)
     unit = tl.minimum(_cut(share, total, shares), total)
     share_end = tl.minimum(_cut(share + 1, total, shares), total)
-    if DEPENDENT:
-        gdc_wait()  # in every block, or completion would not be transitive
+    longest_uncut = total // (num_slots * UNCUT)
 
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
@@ -101,6 +110,10 @@ def split_kernel(
         line_start = row_start + head * line_units
         begin = unit - line_start
         end = tl.minimum(line_units, share_end - line_start)
+        if not FIXED:
+            uncut = line_units <= longest_uncut
+            end = tl.where(uncut, line_units, end)
+            read_before = uncut & (begin > 0)
         finished_here = (begin == 0) & (end == line_units)
         if FIXED:
             last_unit = first_unit + line_units - 1
@@ -109,20 +122,13 @@ def split_kernel(
         # From here on in keys: the segment is [start, stop).
         start = tl.maximum(visible_from, (first_unit + begin) * UNIT)
         stop = tl.minimum(seq_len, (first_unit + end) * UNIT)
+        if not FIXED:
+            stop = tl.where(read_before, start, stop)
         heads = head * GROUP + g
         row64 = row.to(tl.int64)
-        query = tl.load(
-            q + row64 * stride_qr + heads[:, None] * stride_qh + d[None, :],
-            mask=(g < GROUP)[:, None] & (d < HEAD_DIM)[None, :],
-            other=0.0,
-        )
-        if WIDEN:
-            query = query.to(tl.float32)
         table = block_table + row64 * stride_table
         k_head = k_cache + head.to(tl.int64) * K_STRIDES[2]
         v_head = v_cache + head.to(tl.int64) * V_STRIDES[2]
-        m, l, acc = empty(BLOCK_G, BLOCK_DV)
-        group_m, group_l, group_acc = empty(BLOCK_G, BLOCK_DV)
         # Block ids are fetched one tile ahead, or no K/V could be in flight while another tile is
         # worked on.
         first_tile = start // TOKENS * TOKENS  # a window begins anywhere
@@ -130,6 +136,17 @@ def split_kernel(
         block = tl.load(
             table + block_of(keys, BLOCK_SIZE), mask=(keys >= start) & (keys < stop), other=0
         )
+        if DEPENDENT:
+            gdc_wait()  # for queries, keys and values; there is no waiting after the first time
+        query = tl.load(
+            q + row64 * stride_qr + heads[:, None] * stride_qh + d[None, :],
+            mask=(g < GROUP)[:, None] & (d < HEAD_DIM)[None, :],
+            other=0.0,
+        )
+        if WIDEN:
+            query = query.to(tl.float32)
+        m, l, acc = empty(BLOCK_G, BLOCK_DV)
+        group_m, group_l, group_acc = empty(BLOCK_G, BLOCK_DV)
         for position in range(first_tile, stop, TOKENS):
             keys = position + t
             valid = keys < stop
@@ -173,17 +190,12 @@ def split_kernel(
                     if (leaf == first_unit + last) | (whole == 0):  # noqa: SIM102
                         if finished_here == 0:
                             line = row * NUM_KV_HEADS + head
-                            place = line.to(tl.int64) * line_groups + leaf // FOLD
+                            place = line * line_groups + leaf // FOLD
                             place -= first_unit // FOLD
                             if whole == 0:
-                                place = _cut_group(
-                                    line_start + first,
-                                    total,
-                                    shares,
-                                    num_rows * NUM_KV_HEADS,
-                                    line_groups,
-                                    FOLD,
-                                )
+                                owner = _share_of(line_start + first, total, shares)
+                                lines = num_rows * NUM_KV_HEADS
+                                place = _place_of_cut_group(owner, lines, line_groups, FOLD)
                                 place += leaf % FOLD
                             leave(
                                 (part_out, part_m, part_l),
@@ -201,14 +213,17 @@ def split_kernel(
             outs = out + row64 * stride_or + heads * stride_oh
             lses = lse + row64 * (NUM_KV_HEADS * GROUP) + heads
             finish(acc, m, l, sinks, heads, outs, lses, g < GROUP, dv, V_HEAD_DIM, SINKS)
-        elif not FIXED:
-            place = 2 * share.to(tl.int64) + (begin == 0)
-            parts = (part_out, part_m, part_l)
-            leave(parts, place * GROUP + g, (m, l, acc), g < GROUP, dv, V_HEAD_DIM)
+        elif not FIXED:  # noqa: SIM102 (known when compiled)
+            if read_before == 0:
+                place = 2 * share + (begin == 0)
+                parts = (part_out, part_m, part_l)
+                leave(parts, place * GROUP + g, (m, l, acc), g < GROUP, dv, V_HEAD_DIM)
         unit = line_start + end
+    if DEPENDENT:
+        gdc_wait()  # in every block, or this kernel could end before the one it follows
 
 
-@triton.jit(do_not_specialize=["max_shares", "num_rows", "line_groups"])
+@triton.jit(do_not_specialize=["max_shares", "num_slots", "num_rows", "line_groups"])
 def merge_kernel(
     seq_lens,
     sinks,
@@ -218,6 +233,7 @@ def merge_kernel(
     part_m,
     part_l,
     max_shares,
+    num_slots,
     num_rows,
     line_groups,
     stride_or,
@@ -230,13 +246,15 @@ def merge_kernel(
     SINKS: tl.constexpr,
     FIXED: tl.constexpr,
     FOLD: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
+    UNCUT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     PARTIALS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Grid: (R, H). The merge of ``attention/merge.py`` for one query head whose line no block
-    has finished: its partials in the order of their keys, ``PARTIALS`` of them at a time."""
+    """Grid: (R, H, ceil(Dv / COLUMNS)). The merge of ``attention/merge.py`` for some columns of
+    one query head whose line no block has finished: its partials in the order of their keys,
+    ``PARTIALS`` of them at a time."""
     if EARLY:
         gdc_launch_dependents()
     row_ids = tl.arange(0, BLOCK_ROWS)
@@ -250,54 +268,51 @@ def merge_kernel(
     _, first_unit, line_units = _line(tl.load(seq_lens + row), UNIT, WINDOW)
     line_start = row_start + kv_head * line_units
     first_share = _share_of(line_start, total, shares)
-    last_share = _share_of(line_start + line_units - 1, total, shares)
+    cut = line_start + line_units > _cut(first_share + 1, total, shares)
     if FIXED:
         count = (first_unit + line_units - 1) // FOLD - first_unit // FOLD + 1
+        cut |= count > 1
     else:
-        count = last_share - first_share + 1
+        count = _share_of(line_start + line_units - 1, total, shares) - first_share + 1
+        cut &= line_units > total // (num_slots * UNCUT)
     if EARLY:
         gdc_wait()  # in every block, or this kernel could end before the one it follows
-    if (first_share < last_share) | (count > 1):
-        dv = tl.arange(0, BLOCK_DV)
-        m, l, acc = empty(1, BLOCK_DV)
+    if cut:
+        dv = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+        parts = (part_out, part_m, part_l)
+        m, l, acc = empty(1, COLUMNS)
         for i in range(0, count, PARTIALS):
             s = i + tl.arange(0, PARTIALS)
-            part_max, part_sum, values = empty(PARTIALS, BLOCK_DV)
-            for leaf in tl.static_range(FOLD if FIXED else 1):
-                if FIXED:
-                    group = first_unit // FOLD + s
-                    first, last = _leaves_of_group(group, first_unit, line_units, FOLD)
-                    owner = _share_of(line_start + first, total, shares)
-                    whole = owner == _share_of(line_start + last, total, shares)
-                    line = row * NUM_KV_HEADS + kv_head
-                    cut_place = leaf + _cut_group(
-                        line_start + first,
-                        total,
-                        shares,
-                        num_rows * NUM_KV_HEADS,
-                        line_groups,
-                        FOLD,
-                    )
-                    place = tl.where(whole, line.to(tl.int64) * line_groups + s, cut_place)
+            there = s < count
+            if FIXED:
+                group = first_unit // FOLD + s
+                first, last = _leaves_of_group(group, first_unit, line_units, FOLD)
+                owner = _share_of(line_start + first, total, shares)
+                whole = line_start + last < _cut(owner + 1, total, shares)
+                line = row * NUM_KV_HEADS + kv_head
+                lines = num_rows * NUM_KV_HEADS
+                place = tl.where(
+                    whole,
+                    line * line_groups + s,
+                    _place_of_cut_group(owner, lines, line_groups, FOLD),
+                )
+                part_max, part_sum, values = empty(PARTIALS, COLUMNS)
+                for leaf in tl.static_range(FOLD):
                     nth = group * FOLD + leaf - first_unit
-                    there = tl.where(whole, leaf == 0, (nth >= first) & (nth <= last))
-                else:
-                    # A share's second place is for the line that it ends in, its first for the
-                    # line that it begins in.
-                    place = 2 * (first_share + s).to(tl.int64) + (s == 0)
-                    there = s < count
-                there &= s < count
+                    leaf_there = tl.where(whole, leaf == 0, (nth >= first) & (nth <= last))
+                    part = (place + leaf) * GROUP + query_head % GROUP
+                    next_max, next_sum, next_values = take(
+                        parts, part, there & leaf_there, dv, V_HEAD_DIM
+                    )
+                    part_max, part_sum, values = add(
+                        part_max, part_sum, values, next_max, next_sum, next_values
+                    )
+            else:
+                # A share's second place is for the line that it ends in, its first for the line
+                # that it begins in.
+                place = 2 * (first_share + s) + (s == 0)
                 part = place * GROUP + query_head % GROUP
-                next_max = tl.load(part_m + part, mask=there, other=float("-inf"))
-                next_sum = tl.load(part_l + part, mask=there, other=0.0)
-                next_values = tl.load(
-                    part_out + part[:, None] * V_HEAD_DIM + dv[None, :],
-                    mask=there[:, None] & (dv < V_HEAD_DIM)[None, :],
-                    other=0.0,
-                )
-                part_max, part_sum, values = add(
-                    part_max, part_sum, values, next_max, next_sum, next_values
-                )
+                part_max, part_sum, values = take(parts, part, there, dv, V_HEAD_DIM)
             new_m = tl.maximum(m, tl.max(part_max, 0))
             yardstick = tl.where(new_m == float("-inf"), 0.0, new_m)
             weights = tl.exp2(part_max - yardstick)
@@ -307,6 +322,7 @@ def merge_kernel(
             m = new_m
         heads = query_head + tl.arange(0, 1)
         outs = out + row.to(tl.int64) * stride_or + heads * stride_oh
+        # Every block of a head writes the same ``lse``.
         lses = lse + row.to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads
         finish(acc, m, l, sinks, heads, outs, lses, heads >= 0, dv, V_HEAD_DIM, SINKS)
 
@@ -339,8 +355,12 @@ def _cut(i, total, shares):
 
 @triton.jit
 def _share_of(unit, total, shares):
-    """The share that holds a unit: the last ``i`` with ``i * total // shares <= unit``."""
-    return (((unit + 1).to(tl.int64) * shares - 1) // total).to(tl.int32)
+    """The share that holds a unit: the last ``i`` with ``_cut(i) <= unit``. A guess in fp32, taken
+    from the middle of the unit, is at most one off."""
+    guess = (unit.to(tl.float32) + 0.5) * (shares.to(tl.float32) / total.to(tl.float32))
+    share = tl.minimum(guess.to(tl.int32), shares - 1)
+    share -= (_cut(share, total, shares) > unit).to(tl.int32)
+    return share + (_cut(share + 1, total, shares) <= unit).to(tl.int32)
 
 
 @triton.jit
@@ -351,11 +371,10 @@ def _leaves_of_group(group, first_leaf, line_leaves, FOLD: tl.constexpr):
 
 
 @triton.jit
-def _cut_group(first_unit, total, shares, num_lines, line_groups, FOLD: tl.constexpr):
+def _place_of_cut_group(owner, num_lines, line_groups, FOLD: tl.constexpr):
     """The place of leaf 0 of a group that a share's end cuts: behind the places of all whole
     groups, by the share that the group begins in. No other group is cut by that share's end."""
-    whole_groups = num_lines.to(tl.int64) * line_groups
-    return whole_groups + _share_of(first_unit, total, shares).to(tl.int64) * FOLD
+    return num_lines * line_groups + owner * FOLD
 
 
 # Scores and keys.

@@ -1,4 +1,4 @@
-"""Partials of split-KV attention on the device: start, add, leave, finish.
+"""Partials of split-KV attention on the device: start, add, leave, take, finish.
 
 A partial of G query heads is a maximum [G], a weight sum [G] and a sum of weighted values [G, Dv],
 not divided yet; all fp32, in base 2 (``exp2`` is one instruction). ``lse`` is in base e.
@@ -42,10 +42,25 @@ def leave(scratch, part, partial, valid, dv, V_HEAD_DIM: tl.constexpr):
     tl.store(part_m + part, m, mask=valid)
     tl.store(part_l + part, l, mask=valid)
     tl.store(
-        part_out + part[:, None] * V_HEAD_DIM + dv[None, :],
+        part_out + part.to(tl.int64)[:, None] * V_HEAD_DIM + dv[None, :],
         acc,
         mask=valid[:, None] & (dv < V_HEAD_DIM)[None, :],
     )
+
+
+@triton.jit
+def take(scratch, part, valid, dv, V_HEAD_DIM: tl.constexpr):
+    """The partials of one head each at ``part``, columns ``dv`` of their sums; empty ones where
+    not ``valid``. All loads are on their way at once."""
+    part_out, part_m, part_l = scratch
+    m = tl.load(part_m + part, mask=valid, other=float("-inf"))
+    l = tl.load(part_l + part, mask=valid, other=0.0)
+    acc = tl.load(
+        part_out + part.to(tl.int64)[:, None] * V_HEAD_DIM + dv[None, :],
+        mask=valid[:, None] & (dv < V_HEAD_DIM)[None, :],
+        other=0.0,
+    )
+    return m, l, acc
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""``octavo bench``: how fast is it here?"""
+"""``octavo bench attention``: decode attention by itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from cyclopts import App, Parameter
+from cyclopts import Parameter
 
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 
 Several = Parameter(consume_multiple=True, negative=())
 
-bench = App(name="bench", help="Measure how fast Octavo is on this machine.")
 
-
-@bench.command
 def attention(
     *,
     device: Literal["auto", "cpu", "cuda", "npu"] = "auto",
