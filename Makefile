@@ -1,6 +1,7 @@
 # make run     set up .venv (once), then answer a prompt: make run PROMPT="Why is the sky blue?"
 # make test    set up what the tests need (once), then run them all
 # make check   lint, types and unit tests, in under a minute
+# make soak    the server under many clients, for ten minutes
 # make setup   the set-up alone; .venv/bin/octavo then works
 #
 # A set-up step leaves a stamp in .venv, so that a second call starts at once and needs no network.
@@ -17,7 +18,7 @@ export PROMPT PYTHON
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: run setup test check
+.PHONY: run setup test check soak
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.stamp-warm
@@ -34,6 +35,9 @@ check: $(VENV)/.stamp-test
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/mypy
 	@$(VENV)/bin/python -m pytest tests/unit
+
+soak: $(VENV)/.stamp-test
+	@OCTAVO_SOAK_SECONDS=600 $(VENV)/bin/python -m pytest tests/server/test_soak.py
 
 # An environment that is there already is used if it works, and never made anew or deleted.
 $(VENV)/.stamp-venv:

@@ -30,6 +30,12 @@ class ContextLengthError(InvalidRequestError):
     code = "context_length_exceeded"
 
 
+class ContentRuleError(InvalidRequestError):
+    """A prompt that the server's content rules forbid."""
+
+    code = "content_filter"
+
+
 class ConfigError(OctavoError):
     """An option, or a combination of options, that the engine can't run with."""
 

@@ -1,8 +1,9 @@
 """The text side of requests: prompts in, :class:`RequestOutput` out; the engine knows ids only.
 
 A prompt becomes one engine :class:`Request` per answer (``n`` of them), and the engine's updates
-become text, whole characters only, with stop strings withheld until they are sure. In a server
-this side and the engine are two processes; offline both live in the caller's.
+become text, whole characters only, withheld while it may belong to a stop string or to what a
+content rule forbids. In a server this side and the engine are two processes; offline both live in
+the caller's.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 from octavo.engine.grammar import check_structure
 from octavo.engine.loop import RequestUpdate
 from octavo.engine.request import Request
-from octavo.errors import InvalidRequestError
+from octavo.errors import ContentRuleError, InvalidRequestError
 from octavo.outputs import (
     CompletionOutput,
     FinishReason,
@@ -26,7 +27,7 @@ from octavo.outputs import (
     TokenLogprobs,
 )
 from octavo.sampling_params import MAX_SEED, SamplingParams
-from octavo.text import Detokenizer, StopChecker, Tokenizer
+from octavo.text import ContentChecker, ContentRules, Detokenizer, StopChecker, Tokenizer
 
 # Text, {"prompt": text} or {"prompt_token_ids": [...]}; a "prompt" beside ids is only shown.
 Prompt = str | Mapping[str, Any]
@@ -39,25 +40,37 @@ class _Answer:
     output: CompletionOutput
     detokenizer: Detokenizer | None
     stops: StopChecker
+    content: ContentChecker  # sees what the stop strings let through
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a stop string or a content rule has ended the text."""
+        return self.stops.matched is not None or self.content.matched
 
     def add(self, token_id: int, is_stop_id: bool, params: SamplingParams) -> None:
-        """Take one id. Afterwards ``stops.matched`` tells whether a stop string is complete; one
-        that is complete within ``min_tokens`` doesn't count."""
+        """Take one id. A stop string that is complete within ``min_tokens`` doesn't count."""
         self.output.token_ids.append(token_id)
         if self.detokenizer is None or (is_stop_id and not params.include_stop_str_in_output):
             return
         enough = len(self.output.token_ids) > params.min_tokens
-        self.output.text += self.stops.feed(self.detokenizer.feed([token_id]), may_match=enough)
+        self._show(self.stops.feed(self.detokenizer.feed([token_id]), may_match=enough))
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
-        """Give out what was withheld: half a character as U+FFFD, half a stop string as text."""
+        """Give out what was withheld and isn't forbidden: half a character as U+FFFD, half a stop
+        string as text."""
         if self.detokenizer is not None and self.stops.matched is None:
-            self.output.text += self.stops.feed(self.detokenizer.finish())
+            self._show(self.stops.feed(self.detokenizer.finish()))
             if self.stops.matched is None:
-                self.output.text += self.stops.finish()
-        if self.stops.matched is not None:
+                self._show(self.stops.finish())
+        self.output.text += self.content.finish()
+        if self.content.matched:
+            reason, stop_reason = "content_filter", None
+        elif self.stops.matched is not None:
             reason, stop_reason = "stop", self.stops.matched
         self.output.finish_reason, self.output.stop_reason = reason, stop_reason
+
+    def _show(self, text: str) -> None:
+        self.output.text += self.content.feed(text)
 
 
 @dataclass
@@ -73,10 +86,11 @@ class Submission:
 
 @dataclass(frozen=True)
 class Step:
-    """What one batch of engine updates came to: changed outputs, and engine requests that a stop
-    string ended (the engine still has to be told)."""
+    """What one batch of engine updates came to: changed outputs, engine requests that ended and
+    why, and those of them that their text ended (the engine still has to be told)."""
 
     outputs: list[RequestOutput]
+    ended: dict[str, FinishReason]
     stopped: list[str]
 
 
@@ -93,6 +107,7 @@ class Frontend:
         seed: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.content_rules = ContentRules()  # a server's; for what is prepared from now on
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._random = random.Random(seed)
@@ -115,13 +130,15 @@ class Frontend:
         """Encode and check one prompt; nothing is remembered yet.
 
         Raises :class:`InvalidRequestError` for an empty prompt, ids outside the vocabulary,
-        parameters that need a tokenizer where there is none, or a schema or grammar that can't be
-        enforced. Checking one may take some tens of milliseconds, mostly without the GIL.
+        parameters that need a tokenizer where there is none, a schema or grammar that can't be
+        enforced, or content that a rule forbids. Checking one may take some tens of milliseconds,
+        mostly without the GIL.
         """
         text, token_ids = self._encode(prompt)
         params.check_vocabulary(self._vocab_size)
         if self.tokenizer is None and params.stop_strings:
             raise InvalidRequestError("stop strings need the tokenizer, it was skipped", "stop")
+        self._check_content(text, token_ids)
         if params.structured_outputs is not None:
             check_structure(params.structured_outputs)
         arrival = time.monotonic()
@@ -156,6 +173,7 @@ class Frontend:
                     completion,
                     self._detokenizer(params),
                     StopChecker(params.stop_strings, params.include_stop_str_in_output),
+                    ContentChecker(self.content_rules),
                 )
             )
         return submission
@@ -188,18 +206,22 @@ class Frontend:
         """Turn one step's updates into outputs. Updates of dropped submissions are ignored: an
         abort may cross them on its way."""
         changed: dict[int, RequestOutput] = {}
+        ended: dict[str, FinishReason] = {}
         stopped: list[str] = []
         for update in updates:
             submission = self._submissions.get(update.request_id)
             if submission is None:
                 continue
-            if self._apply(submission, update):
-                stopped.append(update.request_id)
+            reason = self._apply(submission, update)
+            if reason is not None:
+                ended[update.request_id] = reason
+                if update.finish_reason is None:
+                    stopped.append(update.request_id)
             changed[id(submission)] = submission.output
-        return Step(list(changed.values()), stopped)
+        return Step(list(changed.values()), ended, stopped)
 
-    def _apply(self, submission: Submission, update: RequestUpdate) -> bool:
-        """Apply one update; whether a stop string ended the answer before the engine did."""
+    def _apply(self, submission: Submission, update: RequestUpdate) -> FinishReason | None:
+        """Apply one update; why the answer has ended, if it has."""
         output, params = submission.output, submission.params
         now = time.monotonic()
         if output.metrics.first_token_time is None and update.new_token_ids:
@@ -222,17 +244,16 @@ class Frontend:
                 answer.output.logprobs.append(self._name(entry))
                 total = answer.output.cumulative_logprob or 0.0
                 answer.output.cumulative_logprob = total + entry[token_id].logprob
-            if answer.stops.matched is not None:
+            if answer.is_cut:
                 break  # later ids are dropped and not billed
-        matched = answer.stops.matched is not None
-        if matched or update.finish_reason is not None:
+        if answer.is_cut or update.finish_reason is not None:
             answer.finish(update.finish_reason or "stop", update.stop_reason)
             submission.running.discard(update.request_id)
             del self._submissions[update.request_id]
             if not submission.running:
                 output.finished = True
                 output.metrics.finished_time = now
-        return matched and update.finish_reason is None
+        return answer.output.finish_reason
 
     def _name(self, entry: TokenLogprobs) -> TokenLogprobs:
         """The same entry with each token's text."""
@@ -245,6 +266,14 @@ class Frontend:
             )
             for token, value in entry.items()
         }
+
+    def _check_content(self, text: str | None, token_ids: list[int]) -> None:
+        if not self.content_rules.patterns or self.tokenizer is None:
+            return
+        # The ids are what the model reads; the text beside them may be another.
+        read = self.tokenizer.decode(token_ids, skip_special_tokens=False)
+        if any(self.content_rules.first_match(one) is not None for one in (text or "", read)):
+            raise ContentRuleError("a content rule of this server refuses the prompt")
 
     def _detokenizer(self, params: SamplingParams) -> Detokenizer | None:
         if self.tokenizer is None or not params.detokenize:

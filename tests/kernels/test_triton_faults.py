@@ -1,8 +1,8 @@
 """The reported faults of split-KV attention on the ``triton`` candidate, in the interpreter.
 
-The numbers are those of tests/cpu/test_attention_faults.py, which has what isn't a kernel's: T1, T2,
-T14, T15, T18, T28 and T29 are the merge's and the planner's, T22 is the Ascend adapter's. As
-there, the pool is NaN wherever a row's live keys don't lie, and a table's empty entries are -1.
+The numbers are those of tests/cpu/test_attention_faults.py. What isn't a kernel's is elsewhere: T1,
+T2, T14, T15, T18, T28 and T29 are the merge's and the planner's, T22 is the Ascend adapter's. The
+pool is NaN wherever a row's live keys don't lie, and a table's empty entries are -1.
 """
 
 from __future__ import annotations

@@ -66,6 +66,7 @@ def test_no_object_or_no_unicode(server: Server, path: str, body: bytes) -> None
         ("logit_bias", [1]),
         ("seed", 1.5),
         ("priority", "high"),
+        *((name, 10**30) for name in ("priority", "top_k", "min_tokens", "n")),
         ("cache_salt", ""),
         ("response_format", {"type": "xml"}),
     ],
@@ -75,6 +76,7 @@ def test_fields_of_the_wrong_kind(server: Server, field: str, value: Any) -> Non
     assert reply.status == 400
     assert reply.error["param"].split(".")[0] == field
     assert field in reply.error["message"]
+    assert server.call("GET", "/load").json == {"server_load": 0}
 
 
 def test_several_unknown_fields_are_all_named(server: Server) -> None:

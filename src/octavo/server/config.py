@@ -64,6 +64,9 @@ class ServerConfig:
     restart_engine: int = 0
     """How often to start the engine again after it has died; then the server ends."""
 
+    content_rules: str | None = None
+    """A file of regular expressions, one a line, that no prompt and no answer may match."""
+
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "none"] = "auto"
     """How the model writes tool calls; auto reads it off the chat template."""
 

@@ -267,11 +267,8 @@ class EngineClient:
         if step.stopped:
             self._send(messages.Finish(step.stopped))
         self.metrics.step_came(updates, message.stats)
-        for update in updates:
-            if update.finish_reason is not None:
-                self._answer_ended(update.request_id, update.finish_reason)
-        for request_id in step.stopped:
-            self._answer_ended(request_id, "stop")
+        for request_id, reason in step.ended.items():
+            self._answer_ended(request_id, reason)
         for output in step.outputs:
             self._generations[output.request_id].notify()
 

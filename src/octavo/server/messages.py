@@ -52,7 +52,7 @@ class Abort(msgspec.Struct, tag=True, array_like=True):
 
 
 class Finish(msgspec.Struct, tag=True, array_like=True):
-    """End these requests: a stop string was found."""
+    """End these requests: a stop string or forbidden content was found."""
 
     request_ids: list[str]
 

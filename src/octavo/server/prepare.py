@@ -166,6 +166,8 @@ def _submit(
     prompt: Prompt,
     params: SamplingParams,
 ) -> Submission:
+    if serving.engine.frontend.content_rules.patterns:
+        _check_shows_no_tokens(request, params)
     submission = serving.engine.frontend.prepare(
         submission_id,
         prompt,
@@ -184,6 +186,20 @@ def _submit(
             "messages" if isinstance(request, ChatRequest) else "prompt",
         )
     return submission
+
+
+def _check_shows_no_tokens(request: Sampling, params: SamplingParams) -> None:
+    """Content rules withhold text; tokens beside it would show what they withhold."""
+    for name, shows in (
+        ("logprobs", params.logprobs is not None),
+        ("return_token_ids", request.return_token_ids),
+    ):
+        if shows:
+            raise InvalidRequestError(
+                f"{name} can't be given: this server has content rules, and tokens would show the "
+                "text that they withhold",
+                name,
+            )
 
 
 def _tokens_asked(request: Sampling) -> int:

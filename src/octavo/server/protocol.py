@@ -13,6 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from octavo.errors import InvalidRequestError
 from octavo.sampling_params import SamplingParams, StructuredOutputs
 
+# What the engine process can be told: msgpack has no larger ones.
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Unsupported = Annotated[None, Field(description="Not supported; null only.")]
 
 
@@ -102,14 +104,14 @@ class Sampling(Shaped):
     n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Int64 | None = None
     min_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
     max_tokens: int | None = None
-    min_tokens: int | None = None
+    min_tokens: Int64 | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
@@ -120,7 +122,7 @@ class Sampling(Shaped):
     structured_outputs: StructuredOutputsField | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: int | None = None
+    priority: Int64 | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     return_token_ids: bool | None = None
 

@@ -15,6 +15,7 @@ from octavo.server.protocol import (
     Function,
     FunctionCall,
     FunctionName,
+    Int64,
     JsonSchema,
     Message,
     NamedTool,
@@ -108,14 +109,14 @@ class ResponsesRequest(Shaped):
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Int64 | None = None
     seed: int | None = None
     text: TextOptions | None = None
     tools: list[FlatTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatNamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    priority: int | None = None
+    priority: Int64 | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     stream: bool | None = None
     truncation: Literal["disabled"] | None = None

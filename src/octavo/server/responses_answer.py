@@ -18,6 +18,9 @@ from octavo.server.parsers.think import CLOSE
 from octavo.server.responses import ResponsesRequest
 from octavo.text import Tokenizer
 
+# Why an answer is incomplete, by its finish reason.
+_CUT: dict[str, str] = {"length": "max_output_tokens", "content_filter": "content_filter"}
+
 
 class ResponsesAnswer:
     """One answer of one conversation."""
@@ -92,11 +95,11 @@ class ResponsesAnswer:
         for piece in self._reader.pieces(answer):
             yield from self._piece(piece)
         if answer.finish_reason is not None:
-            cut = answer.finish_reason == "length"
+            cut = _CUT.get(answer.finish_reason)
             yield from self._close("incomplete" if cut else "completed")
             self._response |= {
                 "status": "incomplete" if cut else "completed",
-                "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+                "incomplete_details": {"reason": cut} if cut else None,
                 "output": self._items,
                 "usage": self._usage(output, answer),
             }

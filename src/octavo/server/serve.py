@@ -27,6 +27,7 @@ from octavo.config import EngineConfig
 from octavo.engine.build import load_text_side, open_model
 from octavo.errors import ConfigError, OverloadedError
 from octavo.server.config import ServerConfig
+from octavo.text import ContentRules, read_content_rules
 
 if TYPE_CHECKING:
     from octavo.server.engine_client import EngineClient, EngineProcess
@@ -49,6 +50,9 @@ def serve(config: ServerConfig, engine: EngineConfig) -> None:
         config = replace(config, api_key=(*config.api_key, key))
     _log_to_stderr()
     _check_files(config)
+    rules = ContentRules()
+    if config.content_rules is not None:
+        rules = read_content_rules(config.content_rules)
     listener = _listen(config)
     open_model(engine)  # a model that isn't there is said before anything is started
 
@@ -58,13 +62,17 @@ def serve(config: ServerConfig, engine: EngineConfig) -> None:
     with folder, contextlib.closing(listener):
         process = EngineProcess(engine, address)
         try:
-            _serve(config, engine, process, listener)
+            _serve(config, engine, process, listener, rules)
         finally:
             process.stop()
 
 
 def _serve(
-    config: ServerConfig, engine: EngineConfig, process: EngineProcess, listener: socket.socket
+    config: ServerConfig,
+    engine: EngineConfig,
+    process: EngineProcess,
+    listener: socket.socket,
+    rules: ContentRules,
 ) -> None:
     import uvicorn
 
@@ -75,6 +83,7 @@ def _serve(
     from octavo.server.prepare import Serving
 
     text = load_text_side(engine)
+    text.frontend.content_rules = rules
     names = config.served_model_name or (engine.model or text.model,)
     client = EngineClient(
         engine,
