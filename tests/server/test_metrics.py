@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers.server import Server, serving
+from helpers.server import Server, serving, wait_for
 from prometheus_client.parser import text_string_to_metric_families
 
 HISTOGRAMS = (
@@ -69,12 +69,17 @@ def test_the_text_is_prometheus_format(metered: Server) -> None:
 
 def test_the_log_of_requests(metered: Server) -> None:
     answer = metered.post("/v1/completions", {"prompt": "a", "temperature": 0, "seed": 12})
-    [came, went] = [line for line in metered.log.splitlines() if answer["id"] in line]
+
+    def lines() -> list[str]:
+        return [line for line in metered.log.splitlines() if answer["id"] in line]
+
+    wait_for(lambda: len(lines()) == 2)  # the second is written when the answer has left
+    came, went = lines()
     assert "2 prompt tokens" in came
     assert "seed=12" in came
     assert "stop, 8 tokens" in went
     metered.call("POST", "/v1/completions", {"prompt": "a", "max_tokens": 1000})
-    assert "refused" in metered.log.splitlines()[-1]
+    wait_for(lambda: "refused" in metered.log.splitlines()[-1])
 
 
 def test_the_dashboard_asks_for_what_there_is(metered: Server) -> None:
