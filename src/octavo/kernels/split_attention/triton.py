@@ -20,6 +20,7 @@ from octavo.kernels.split_attention.triton_kernels import merge_kernel, split_ke
 
 WHOLE_LINE = 1 << 30  # unit of ``off``: no line is longer
 MAX_SHARES = 1 << 15  # the kernel finds its share in 32 bits
+MERGE_BLOCKS = 1 << 10  # more of them cost more than they gain
 # Triton's interpreter multiplies the raw bits of bf16 operands (3.6 to 3.9).
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -201,8 +202,10 @@ def split_decode(
     split_kernel[(shares,)](*arguments, **constants)
     if spec.split_mode != "off":
         merge = _merge_constants(spec, triton.cdiv(shares, num_rows * spec.num_kv_heads))
-        columns = triton.cdiv(spec.v_head_dim, merge["COLUMNS"])
-        merge_kernel[(num_rows, num_heads, columns)](
+        # A block costs a nanosecond, so where heads are many, one block has all columns of a head.
+        blocks = max(1, MERGE_BLOCKS // (num_rows * num_heads))
+        blocks = min(blocks, triton.cdiv(spec.v_head_dim, merge["COLUMNS"]))
+        merge_kernel[(num_rows, num_heads, blocks)](
             seq_lens,
             sinks,
             out,
@@ -298,18 +301,28 @@ def _line_constants(spec: AttentionSpec, tuning: Tuning, num_rows: int) -> dict[
 
 
 def _merge_constants(spec: AttentionSpec, shares_a_line: int) -> dict[str, int]:
-    """What a block of the merge holds at once: 16 numbers a thread, so that many blocks fit an SM
-    beside those of the split kernel. In ``fixed`` mode from the spec alone, as the bits depend on
-    it."""
+    """The tiles of the merge, so small that its blocks can wait in an SM beside those of the split
+    kernel. In ``fixed`` mode from the spec alone, as the bits depend on it."""
+    columns = _padded(spec.v_head_dim)
     if spec.split_mode == "fixed":
-        partials, columns = 32, 32
-    else:
-        # A line that is cut unevenly lies in one share more.
-        partials = min(64, max(8, int(triton.next_power_of_2(shares_a_line + 1))))
-        columns = 2048 // partials
-    columns = min(columns, _padded(spec.v_head_dim))
-    warps = max(1, partials * columns // 512)
-    return {"PARTIALS": partials, "COLUMNS": columns, "num_warps": warps}
+        return {
+            "FEW": 8,
+            "FEW_COLUMNS": min(128, columns),
+            "PARTIALS": 32,
+            "COLUMNS": min(32, columns),
+            "num_warps": 4,
+            "maxnreg": 112,  # what two blocks of the split kernel leave
+        }
+    # A line that is cut unevenly lies in one share more.
+    partials = min(64, max(8, int(triton.next_power_of_2(shares_a_line + 1))))
+    columns = min(2048 // partials, columns)
+    return {
+        "FEW": 0,
+        "FEW_COLUMNS": 0,
+        "PARTIALS": partials,
+        "COLUMNS": columns,
+        "num_warps": max(1, partials * columns // 512),
+    }
 
 
 def _padded(head_dim: int) -> int:

@@ -20,7 +20,7 @@ and groups to the line, by whoever has them: a group that lies in one share is a
 block that read it, any other by the merge kernel, with the same instructions. So a row's bits
 depend on nothing but the row.
 """
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, misc"
 
 from __future__ import annotations
 
@@ -248,13 +248,16 @@ def merge_kernel(
     FOLD: tl.constexpr,
     UNCUT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    FEW: tl.constexpr,
+    FEW_COLUMNS: tl.constexpr,
     PARTIALS: tl.constexpr,
     COLUMNS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Grid: (R, H, ceil(Dv / COLUMNS)). The merge of ``attention/merge.py`` for some columns of
-    one query head whose line no block has finished: its partials in the order of their keys,
-    ``PARTIALS`` of them at a time."""
+    """Grid: (R, H, blocks). The merge of ``attention/merge.py`` for a query head whose line no
+    block has finished: its partials in the order of their keys, ``PARTIALS`` of them at a time,
+    ``COLUMNS`` columns at a time. The blocks of a head share out its columns. Where there are at
+    most ``FEW`` partials, ``FEW`` and ``FEW_COLUMNS`` take the place of the other two."""
     if EARLY:
         gdc_launch_dependents()
     row_ids = tl.arange(0, BLOCK_ROWS)
@@ -271,54 +274,123 @@ def merge_kernel(
     cut = line_start + line_units > _cut(first_share + 1, total, shares)
     if FIXED:
         count = (first_unit + line_units - 1) // FOLD - first_unit // FOLD + 1
-        cut |= count > 1
+        left = cut | (count > 1)
     else:
         count = _share_of(line_start + line_units - 1, total, shares) - first_share + 1
-        cut &= line_units > total // (num_slots * UNCUT)
+        left = cut & (line_units > total // (num_slots * UNCUT))
+    if left:
+        parts = (part_out, part_m, part_l)
+        outputs = (out, lse, sinks, stride_or, stride_oh)
+        line = (row, query_head, line_start, first_unit, line_units, first_share, cut, count)
+        step = (num_rows, total, shares, line_groups)
+        if FEW:  # noqa: SIM102 (known when compiled)
+            if count <= FEW:
+                _merge_line(
+                    parts,
+                    outputs,
+                    line,
+                    step,
+                    NUM_KV_HEADS,
+                    GROUP,
+                    V_HEAD_DIM,
+                    SINKS,
+                    FIXED,
+                    FOLD,
+                    FEW,
+                    FEW_COLUMNS,
+                    EARLY,
+                )
+        if count > FEW:
+            _merge_line(
+                parts,
+                outputs,
+                line,
+                step,
+                NUM_KV_HEADS,
+                GROUP,
+                V_HEAD_DIM,
+                SINKS,
+                FIXED,
+                FOLD,
+                PARTIALS,
+                COLUMNS,
+                EARLY,
+            )
     if EARLY:
         gdc_wait()  # in every block, or this kernel could end before the one it follows
-    if cut:
-        dv = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-        parts = (part_out, part_m, part_l)
+
+
+@triton.jit
+def _merge_line(
+    parts,
+    outputs,
+    line,
+    step,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    SINKS: tl.constexpr,
+    FIXED: tl.constexpr,
+    FOLD: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Merge a query head's partials, for this block's part of the columns, and finish."""
+    row, query_head, line_start, first_unit, line_units, first_share, cut, count = line
+    out, lse, sinks, stride_or, stride_oh = outputs
+    head_of_group = query_head % GROUP
+    first_column = tl.program_id(2) * COLUMNS
+    for column in range(first_column, V_HEAD_DIM, tl.num_programs(2) * COLUMNS):
+        dv = column + tl.arange(0, COLUMNS)
         m, l, acc = empty(1, COLUMNS)
         for i in range(0, count, PARTIALS):
             s = i + tl.arange(0, PARTIALS)
             there = s < count
             if FIXED:
-                group = first_unit // FOLD + s
-                first, last = _leaves_of_group(group, first_unit, line_units, FOLD)
-                owner = _share_of(line_start + first, total, shares)
-                whole = line_start + last < _cut(owner + 1, total, shares)
-                line = row * NUM_KV_HEADS + kv_head
-                lines = num_rows * NUM_KV_HEADS
-                place = tl.where(
-                    whole,
-                    line * line_groups + s,
-                    _place_of_cut_group(owner, lines, line_groups, FOLD),
-                )
-                part_max, part_sum, values = empty(PARTIALS, COLUMNS)
-                for leaf in tl.static_range(FOLD):
-                    nth = group * FOLD + leaf - first_unit
-                    leaf_there = tl.where(whole, leaf == 0, (nth >= first) & (nth <= last))
-                    part = (place + leaf) * GROUP + query_head % GROUP
-                    next_max, next_sum, next_values = take(
-                        parts, part, there & leaf_there, dv, V_HEAD_DIM
-                    )
-                    part_max, part_sum, values = add(
-                        part_max, part_sum, values, next_max, next_sum, next_values
-                    )
+                num_rows, total, shares, line_groups = step
+                place = (row * NUM_KV_HEADS + query_head // GROUP) * line_groups + s
+                if cut:
+                    group = first_unit // FOLD + s
+                    first, last = _leaves_of_group(group, first_unit, line_units, FOLD)
+                    owner = _share_of(line_start + first, total, shares)
+                    whole = line_start + last < _cut(owner + 1, total, shares)
+                    lines = num_rows * NUM_KV_HEADS
+                    leaf_0 = _place_of_cut_group(owner, lines, line_groups, FOLD)
+                    place = tl.where(whole, place, leaf_0)
+                    if EARLY:
+                        gdc_wait()
+                    # All loads are on their way before the first sum waits for one.
+                    leaves = ()
+                    for leaf in tl.static_range(FOLD):
+                        nth = group * FOLD + leaf - first_unit
+                        wanted = (nth >= first) & (nth <= last) & (whole == 0)
+                        if leaf == 0:
+                            wanted |= whole
+                        part = (place + leaf) * GROUP + head_of_group
+                        leaves += (take(parts, part, there & wanted, dv, V_HEAD_DIM),)
+                    part_max, part_sum, values = leaves[0]
+                    for leaf in tl.static_range(1, FOLD):
+                        part_max, part_sum, values = add(part_max, part_sum, values, *leaves[leaf])
+                else:
+                    if EARLY:
+                        gdc_wait()
+                    part = place * GROUP + head_of_group
+                    part_max, part_sum, values = take(parts, part, there, dv, V_HEAD_DIM)
             else:
                 # A share's second place is for the line that it ends in, its first for the line
                 # that it begins in.
                 place = 2 * (first_share + s) + (s == 0)
-                part = place * GROUP + query_head % GROUP
+                part = place * GROUP + head_of_group
+                if EARLY:
+                    gdc_wait()
                 part_max, part_sum, values = take(parts, part, there, dv, V_HEAD_DIM)
             new_m = tl.maximum(m, tl.max(part_max, 0))
             yardstick = tl.where(new_m == float("-inf"), 0.0, new_m)
             weights = tl.exp2(part_max - yardstick)
             discount = tl.exp2(m - yardstick)
-            l = l * discount + tl.sum(part_sum * weights, 0)
-            acc = acc * discount[:, None] + tl.sum(values * weights[:, None], 0)[None, :]
+            l = tl.fma(l, discount, tl.sum(part_sum * weights, 0))
+            acc = tl.fma(acc, discount[:, None], tl.sum(values * weights[:, None], 0)[None, :])
             m = new_m
         heads = query_head + tl.arange(0, 1)
         outs = out + row.to(tl.int64) * stride_or + heads * stride_oh
@@ -350,7 +422,8 @@ def _units_of_rows(seq_lens, row_ids, num_rows, UNIT: tl.constexpr, WINDOW: tl.c
 def _cut(i, total, shares):
     """``i * total // shares``, in 32 bits where ``shares`` has 15: a 64-bit division takes
     hundreds of cycles, and no key is on its way before."""
-    return i * (total // shares) + i * (total % shares) // shares
+    odd = (i * (total % shares)).to(tl.uint32) // shares.to(tl.uint32)
+    return i * (total // shares) + odd.to(tl.int32)
 
 
 @triton.jit

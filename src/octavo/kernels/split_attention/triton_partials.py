@@ -53,13 +53,13 @@ def take(scratch, part, valid, dv, V_HEAD_DIM: tl.constexpr):
     """The partials of one head each at ``part``, columns ``dv`` of their sums; empty ones where
     not ``valid``. All loads are on their way at once."""
     part_out, part_m, part_l = scratch
-    m = tl.load(part_m + part, mask=valid, other=float("-inf"))
-    l = tl.load(part_l + part, mask=valid, other=0.0)
     acc = tl.load(
         part_out + part.to(tl.int64)[:, None] * V_HEAD_DIM + dv[None, :],
         mask=valid[:, None] & (dv < V_HEAD_DIM)[None, :],
         other=0.0,
     )
+    m = tl.load(part_m + part, mask=valid, other=float("-inf"))
+    l = tl.load(part_l + part, mask=valid, other=0.0)
     return m, l, acc
 
 
@@ -83,7 +83,7 @@ def finish(
         sink = tl.load(sinks + heads, mask=valid, other=0.0).to(tl.float32) * LOG2E
         new_m = tl.maximum(m, sink)
         discount = tl.exp2(m - new_m)
-        l = l * discount + tl.exp2(sink - new_m)
+        l = tl.fma(l, discount, tl.exp2(sink - new_m))
         acc = acc * discount[:, None]
         m = new_m
     divisor = tl.where(l > 0, l, 1.0)

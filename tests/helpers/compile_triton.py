@@ -1,0 +1,169 @@
+"""Compile our Triton kernels for a GPU that isn't there, as the launching functions would.
+
+    python compile_triton.py    # JSON: case -> kernel -> registers and bytes of stack, or an error
+
+A process of its own: Triton's interpreter, once chosen, stays for the whole process.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from helpers.attention import make_spec
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+import octavo.kernels.kv_store.triton as kv_store
+import octavo.kernels.split_attention.triton as split_attention
+from octavo.attention import AttentionSpec
+from octavo.kernels.paged_prefill.triton import paged_prefill
+
+HOPPER = GPUTarget("cuda", 90, 32)
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+ALL = {"window": 1000, "soft_cap": 20.0, "has_sinks": True}
+LLAMA = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
+
+# Between them, every pair of options that selects other code. ``fold``, ``rows``: not the spec's.
+DECODE: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "auto, all features": ALL | {"rows": 20},
+    "auto, fp32, 64, window": {"dtype": "float32", "head_dim": 64, "window": 1000},
+    "auto, fp16, 80, sinks": {"dtype": "float16", "head_dim": 80, "has_sinks": True},
+    "auto, 256, soft cap": {"head_dim": 256, "soft_cap": 20.0, "num_heads": 8},
+    "auto, 192/128, one KV head": {"head_dim": 192, "v_head_dim": 128, "num_kv_heads": 1},
+    "off, fp32, all features": ALL | {"dtype": "float32", "split_mode": "off"},
+    "off, group of 64": {"num_heads": 64, "num_kv_heads": 1, "split_mode": "off"},
+    "fixed": {"split_tokens": 512},
+    "fixed, all features": ALL | {"split_tokens": 256, "rows": 20},
+    "fixed, fp32, 64, window": {
+        "dtype": "float32",
+        "head_dim": 64,
+        "window": 3000,
+        "split_tokens": 512,
+    },
+    "fixed, fp16, 80, sinks": {
+        "dtype": "float16",
+        "head_dim": 80,
+        "split_tokens": 1024,
+        "has_sinks": True,
+    },
+    "fixed, 256": {"head_dim": 256, "split_tokens": 3008, "soft_cap": 20.0, "num_heads": 8},
+    "fixed, small tiles, no folds": {"split_tokens": 48, "fold": 1, "window": 1000},
+}
+PREFILL: dict[str, dict[str, Any]] = {
+    "prefill": {},
+    "prefill, fp16, 64, window": {"dtype": "float16", "head_dim": 64, "window": 1000},
+    "prefill, fp32, 80, all features": ALL | {"dtype": "float32", "head_dim": 80},
+    "prefill, 256, all features": ALL | {"head_dim": 256, "num_heads": 8},
+}
+
+
+def main() -> None:
+    driver.set_active(NoDevice())
+    JITFunction.run = compile_only
+    split_attention.dependent_launches = kv_store.dependent_launches = lambda: True
+    results = {}
+    for name, (launch, changes) in CASES.items():
+        compiled.clear()
+        try:
+            launch(**changes)
+            results[name] = {kernel: usage(binary) for kernel, binary in compiled.items()}
+        except Exception as error:
+            results[name] = {"error": f"{type(error).__name__}: {error}"}
+    print(json.dumps(results))
+
+
+class NoDevice:
+    """What Triton asks of a driver in order to compile."""
+
+    def get_current_target(self) -> GPUTarget:
+        return HOPPER
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+compiled: dict[str, Any] = {}
+run = JITFunction.run
+
+
+def compile_only(kernel, *args, grid, warmup, **constants):
+    compiled[kernel.__name__] = run(kernel, *args, grid=grid, warmup=True, **constants)
+
+
+def usage(binary) -> dict[str, int]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        listing = subprocess.check_output([CUOBJDUMP, "-res-usage", file.name], text=True)
+    found = dict(re.findall(r"\b(REG|STACK):(\d+)", listing))
+    return {"registers": int(found["REG"]), "stack": int(found["STACK"])}
+
+
+def spec_and_caches(phase: str, changes: dict[str, Any]) -> tuple[AttentionSpec, list[Any]]:
+    changes = LLAMA | changes
+    spec = make_spec(phase, kv_dtype=changes["dtype"], **changes)
+    dtype = getattr(torch, spec.dtype)
+    sides = (spec.head_dim, spec.v_head_dim)
+    return spec, [torch.empty(1, 16, spec.num_kv_heads, side, dtype=dtype) for side in sides]
+
+
+def decode(rows: int = 1, fold: int = 4, **changes) -> None:
+    mode = {"split_mode": "fixed"} if "split_tokens" in changes else {}
+    spec, caches = spec_and_caches("decode", mode | changes)
+    tuning = replace(split_attention.default_tuning(spec), fold=fold)
+    ints = torch.zeros(rows, 64, dtype=torch.int32)
+    split_attention.split_decode(
+        spec,
+        torch.empty(rows, spec.num_heads, spec.head_dim, dtype=caches[0].dtype),
+        *caches,
+        ints,
+        ints[:, 0].contiguous(),
+        num_slots=264,
+        scratch=split_attention.make_scratch(spec, rows, 1, 264, tuning),
+        sinks=torch.zeros(spec.num_heads) if spec.has_sinks else None,
+        tuning=tuning,
+    )
+
+
+def prefill(**changes) -> None:
+    spec, caches = spec_and_caches("prefill", changes)
+    ints = torch.zeros(3, 64, dtype=torch.int32)
+    paged_prefill(
+        spec,
+        torch.empty(100, spec.num_heads, spec.head_dim, dtype=caches[0].dtype),
+        *caches,
+        ints[:2],
+        ints[:2, 0].contiguous(),
+        ints[:, 0].contiguous(),
+        sinks=torch.zeros(spec.num_heads) if spec.has_sinks else None,
+    )
+
+
+def store() -> None:
+    _, caches = spec_and_caches("decode", {})
+    kv_store.store_kv(*(cache[0] for cache in caches), *caches, torch.zeros(16, dtype=torch.int32))
+
+
+CASES: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
+    **{name: (decode, changes) for name, changes in DECODE.items()},
+    **{name: (prefill, changes) for name, changes in PREFILL.items()},
+    "store": (store, {}),
+}
+
+
+if __name__ == "__main__":
+    main()
