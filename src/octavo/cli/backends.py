@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 from cyclopts import Parameter
@@ -47,11 +48,10 @@ def backends(
 def _judge(model: str | None, engine: EngineConfig) -> tuple[str, str, list[dict[str, Any]]]:
     """The model's name, the device, and a row for each candidate, phase and kind of layer."""
     from octavo.cache import kv_groups
-    from octavo.checkpoint import open_checkpoint, resolve_model
-    from octavo.engine.build import choose_attention, choose_device
+    from octavo.engine.build import choose_attention, choose_device, open_model
     from octavo.models.families import spec_from_config
 
-    checkpoint = open_checkpoint(resolve_model(model, revision=engine.revision))
+    checkpoint = open_model(replace(engine, model=model))
     spec = spec_from_config(checkpoint.config)
     groups, device = kv_groups(spec), choose_device(engine)
     verdicts = [
