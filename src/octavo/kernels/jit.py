@@ -24,14 +24,14 @@ config: Any = numba.config  # mypy sees none of its names
 
 def jit(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function on its first call, or fetch it from the cache."""
-    compiled: Callable[..., Any] = numba.njit(
-        nogil=True, error_model="numpy", cache=_cache_works()
-    )(function)
+    compiled: Callable[..., Any] = numba.njit(nogil=True, error_model="numpy", cache=cache_works())(
+        function
+    )
     return compiled
 
 
 @cache
-def _cache_works() -> bool:
+def cache_works() -> bool:
     """Point numba at our folder; false where nothing can be written there."""
     if config.CACHE_DIR:
         return True
@@ -47,7 +47,7 @@ def _cache_works() -> bool:
 def _key() -> str:
     digest = hashlib.sha256()
     here = Path(__file__).parent
-    for source in sorted([*here.glob("*.py"), *here.rglob("cpu.py")]):
+    for source in sorted([*here.glob("*.py"), *here.rglob("cpu*.py")]):
         digest.update(source.read_bytes())
     cpu = llvmlite.binding.get_host_cpu_name(), llvmlite.binding.get_host_cpu_features().flatten()
     digest.update(repr((numba.__version__, llvmlite.__version__, cpu)).encode())

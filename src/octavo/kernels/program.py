@@ -1,0 +1,201 @@
+"""A step as a program: compiled ops that a team of threads calls one after another.
+
+An op is a compiled function over one record of plain numbers and addresses. A program is an array
+of (address of the op, address of its record), so nothing of Python stands between two ops, and
+every op can be tested and timed alone. All threads call every op; an op deals its items out from a
+counter, and a barrier stands between it and the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import carray, types
+from numba.extending import intrinsic
+from numpy.typing import DTypeLike, NDArray
+
+from octavo.kernels.jit import cache_works, jit
+from octavo.kernels.vector_ir import I64, call
+
+_SPINS = 2000  # pauses of some 40 ns before a waiting thread offers its core to others
+
+
+@dataclass(frozen=True)
+class Op:
+    """A compiled op and the layout of the record that it works on."""
+
+    name: str
+    record: np.dtype[Any]
+    address: int
+    compiled: Any  # keeps the machine code alive
+
+    def bind(self, **values: Any) -> Call:
+        """The op with its record filled: every field is named, an array stands for its address
+        and is kept alive."""
+        if set(values) != set(self.record.names or ()):
+            wrong = sorted(set(values) ^ set(self.record.names or ()))
+            raise TypeError(f"op {self.name}: {', '.join(wrong)} missing or unknown")
+        record = np.zeros(1, self.record)
+        for name, value in values.items():
+            record[name] = value.ctypes.data if isinstance(value, np.ndarray) else value
+        return Call(self, record, tuple(v for v in values.values() if isinstance(v, np.ndarray)))
+
+
+@dataclass(frozen=True)
+class Call:
+    """One entry of a program. ``record`` [1] may be changed between two runs."""
+
+    op: Op
+    record: NDArray[Any]
+    kept: tuple[NDArray[Any], ...]
+
+
+class Program:
+    """Calls in order, ready for a :class:`~octavo.kernels.team.Team` to run."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self.calls = tuple(calls)
+        self.code = np.array(
+            [(each.op.address, each.record.ctypes.data) for each in calls], np.int64
+        ).reshape(-1, 2)
+        # One counter for each op, and after them the one that the barriers count with.
+        self.counters = np.zeros(len(self.calls) + 1, np.int64)
+
+
+def op(**fields: DTypeLike) -> Callable[[Callable[..., None]], Op]:
+    """Compile ``function(thread, num_threads, counter, args)`` as an op over a record.
+
+    ``counter`` is the address of an int64 that is 0 when the op begins and that its threads share
+    (:func:`fetch_add`); ``carray(args, 1)[0]`` has the fields: numbers, and addresses as int64
+    (:func:`float32s` and its like make arrays of them). An op neither raises nor allocates.
+    """
+    record = np.dtype([(name, np.dtype(kind)) for name, kind in fields.items()], align=True)
+    signature = types.void(
+        types.int64, types.int64, types.int64, types.CPointer(numba.from_dtype(record))
+    )
+
+    def compiled(function: Callable[..., None]) -> Op:
+        code = numba.cfunc(signature, cache=cache_works(), error_model="numpy")(function)
+        return Op(function.__name__, record, code.address, code)
+
+    return compiled
+
+
+# ---- what ops are written with
+
+
+def _maker(element: Any, kind: Any) -> Callable[..., Any]:
+    """A compiled function (address, shape) -> array."""
+
+    @intrinsic
+    def pointer(typing, address):
+        def emit(context, b, signature, arguments):
+            return b.inttoptr(arguments[0], context.get_value_type(element).as_pointer())
+
+        return types.CPointer(element)(address), emit
+
+    @jit
+    def array(address, shape):
+        return carray(pointer(address), shape, kind)
+
+    return array
+
+
+float32s = _maker(types.float32, np.float32)
+int64s = _maker(types.int64, np.int64)
+int32s = _maker(types.int32, np.int32)
+uint16s = _maker(types.uint16, np.uint16)  # bfloat16, float16
+uint8s = _maker(types.uint8, np.uint8)
+int8s = _maker(types.int8, np.int8)
+
+
+@intrinsic
+def fetch_add(typing, counter, amount):
+    """Add to the int64 at an address, and return what was there before; orders memory."""
+
+    def emit(context, b, signature, arguments):
+        pointer = b.inttoptr(arguments[0], I64.as_pointer())
+        return b.atomic_rmw("add", pointer, arguments[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), emit
+
+
+@intrinsic
+def load_acquire(typing, address):
+    """The int64 at an address, with all that was written before it."""
+
+    def emit(context, b, signature, arguments):
+        return b.load_atomic(b.inttoptr(arguments[0], I64.as_pointer()), "acquire", 8)
+
+    return types.int64(types.int64), emit
+
+
+@intrinsic
+def pause(typing):
+    """Tell the core that this is a loop that waits."""
+
+    def emit(context, b, signature, arguments):
+        if b.module.triple.startswith(("x86_64", "i686")):
+            call(b, "llvm.x86.sse2.pause", returns=ir.VoidType())
+        return context.get_dummy_value()
+
+    return types.void(), emit
+
+
+@intrinsic
+def sched_yield(typing):
+    """Offer the core to another thread. A symbol of the C library: the code can be cached."""
+
+    def emit(context, b, signature, arguments):
+        call(b, "sched_yield", returns=ir.IntType(32))
+        return context.get_dummy_value()
+
+    return types.void(), emit
+
+
+# ---- the driver
+
+
+@intrinsic
+def _call(typing, op, thread, num_threads, counter, record):
+    def emit(context, b, signature, arguments):
+        byte = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [I64, I64, I64, byte])
+        function = b.inttoptr(arguments[0], kind.as_pointer())
+        b.call(function, [*arguments[1:4], b.inttoptr(arguments[4], byte)])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), emit
+
+
+@jit
+def run_ops(code, num_ops, counters, thread, num_threads):
+    """One thread's part of a program: every op in order, a barrier after each. ``code`` and
+    ``counters`` are the addresses of a :class:`Program`'s arrays; the counters are 0."""
+    calls = int64s(code, (num_ops, 2))
+    barrier = counters + 8 * num_ops
+    for i in range(num_ops):
+        _call(calls[i, 0], thread, num_threads, counters + 8 * i, calls[i, 1])
+        if num_threads > 1:
+            fetch_add(barrier, 1)
+            wait_until(barrier, (i + 1) * num_threads, -1)
+
+
+@jit
+def wait_until(address, value, spins):
+    """Wait for the int64 at ``address`` to reach ``value``; give up after ``spins`` looks, if that
+    isn't negative. Whether it was reached."""
+    looks = 0
+    while load_acquire(address) < value:
+        if looks == spins:
+            return False
+        looks += 1
+        pause()
+        if looks % _SPINS == 0:
+            sched_yield()
+    return True
