@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,13 @@ from safetensors.numpy import load_file
 
 import octavo
 from octavo import LLM, SamplingParams
-from octavo.errors import ConfigError, ContextLengthError, InvalidRequestError, ModelNotFoundError
+from octavo.errors import (
+    CheckpointError,
+    ConfigError,
+    ContextLengthError,
+    InvalidRequestError,
+    ModelNotFoundError,
+)
 
 TmpFactory = pytest.TempPathFactory
 
@@ -278,6 +285,18 @@ def test_random_weights(folder: Path) -> None:
     )
     assert len(first.outputs[0].token_ids) == 8
     assert first.outputs == second.outputs
+
+
+def test_random_weights_for_a_config_alone(folder: Path, tmp_path: Path) -> None:
+    shutil.copy(folder / "config.json", tmp_path)
+    llm = load_llm(tmp_path, load_format="dummy")
+    assert f"{tmp_path} has no tokenizer.json: token ids in, token ids out" in llm.report.notes
+    [output] = llm.generate(ids(1, 2), greedy(max_tokens=3, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 3
+    with pytest.raises(CheckpointError, match="holds no weights.* load_format dummy"):
+        load_llm(tmp_path)
+    with_text = load_llm(tmp_path, load_format="dummy", tokenizer=str(folder))
+    assert with_text.generate("hi", greedy(max_tokens=3, ignore_eos=True))[0].outputs[0].token_ids
 
 
 # ---- several answers

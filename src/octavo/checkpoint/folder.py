@@ -16,8 +16,8 @@ SINGLE = "model.safetensors"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
-def open_folder(path: Path, name: str) -> Checkpoint:
-    """Open a folder; the weights are mapped and not yet read.
+def open_folder(path: Path, name: str, *, with_weights: bool = True) -> Checkpoint:
+    """Open a folder; the weights are mapped and not yet read, or left out.
 
     Raises CheckpointError (a file or tensor missing, damaged or contradictory) and
     UnsupportedModelError (quantised, adapter, pickled, multimodal, no ``tokenizer.json``).
@@ -34,7 +34,7 @@ def open_folder(path: Path, name: str) -> Checkpoint:
         kind="safetensors",
         config=normalize_config(config),
         generation_config=generation_config,
-        tensors=_read_weights(path),
+        tensors=_read_weights(path) if with_weights else {},
     )
 
 
@@ -84,7 +84,10 @@ def _read_weights(path: Path) -> dict[str, WeightTensor]:
             f"{path} holds pickled weights only ({', '.join(pickled[:4])}). Nothing is unpickled, "
             "since that runs code; convert them to safetensors"
         )
-    raise CheckpointError(f"{path} holds no weights: neither {SINGLE} nor {_INDEX}")
+    raise CheckpointError(
+        f"{path} holds no weights: neither {SINGLE} nor {_INDEX}; load_format dummy makes random "
+        "ones"
+    )
 
 
 def _read_shards(path: Path) -> dict[str, WeightTensor]:

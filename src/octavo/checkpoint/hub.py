@@ -30,17 +30,19 @@ _TRANSPORT_ERRORS: tuple[type[BaseException], ...] = (HfHubHTTPError.__bases__[0
 _QUANT = re.compile(r"(?:UD-)?(?:I?Q\d|TQ\d|MXFP|NVFP|BF16|F16|F32)\w*", re.IGNORECASE)
 
 
-def fetch_model(repo: str, revision: str | None) -> Path:
-    """The local folder with config, tokenizer and safetensors weights of ``repo``."""
+def fetch_model(repo: str, revision: str | None, *, with_weights: bool = True) -> Path:
+    """The local folder with config, tokenizer and, if wanted, safetensors weights of ``repo``."""
     files = _list_files(repo, revision)
     top = [file for file in files if "/" not in file]
+    texts = [file for file in top if file.endswith((".json", ".jinja", "tokenizer.model"))]
+    if not with_weights:
+        return _download(repo, revision, texts)
     weights = [file for file in top if file.endswith(".safetensors")]
     if SINGLE in weights:
         weights = [SINGLE]
     # Mistral's own format holds the same weights again.
     weights = [file for file in weights if not file.startswith("consolidated")]
     if weights:
-        texts = [file for file in top if file.endswith((".json", ".jinja", "tokenizer.model"))]
         return _download(repo, revision, weights + texts)
     if ggufs := _gguf_models(files):
         raise ModelNotFoundError(

@@ -9,11 +9,16 @@ from octavo.checkpoint.gguf_model import open_gguf
 from octavo.checkpoint.tensor import Checkpoint
 
 
-def open_checkpoint(path: Path, name: str | None = None) -> Checkpoint:
+def open_checkpoint(
+    path: Path, name: str | None = None, *, with_weights: bool = True
+) -> Checkpoint:
     """Open a ``.gguf`` file or a Hugging Face folder; weights are mapped and not yet read.
 
-    ``name`` is what the model is called; the file's or folder's name by default. Raises
-    CheckpointError for damage and UnsupportedModelError for what Octavo can't compute.
+    ``name`` is what the model is called; the file's or folder's name by default. A folder opened
+    without weights needs none. Raises CheckpointError for damage and UnsupportedModelError for
+    what Octavo can't compute.
     """
     name = name or path.name.removesuffix(".gguf")
-    return open_folder(path, name) if path.is_dir() else open_gguf(path, name)
+    if path.is_dir():
+        return open_folder(path, name, with_weights=with_weights)
+    return open_gguf(path, name)

@@ -22,12 +22,15 @@ _GEMMA_FILE = "gemma-3-270m-q4_k_m.gguf"
 _GEMMA_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 
 
-def resolve_model(model: str | None = None, *, revision: str | None = None) -> Path:
+def resolve_model(
+    model: str | None = None, *, revision: str | None = None, with_weights: bool = True
+) -> Path:
     """The folder or ``.gguf`` file (first part of a split one) of a model.
 
     ``model`` is a path, an alias (``smollm2-135m``, ``gemma3-270m``), a Hugging Face id, or
     ``repo:quant`` for a GGUF in the hub; None is the embedded default. A path that exists wins over
-    an id of the same spelling. ``revision`` (branch, tag or commit) is for the hub only.
+    an id of the same spelling. ``revision`` (branch, tag or commit) is for the hub only; so is
+    ``with_weights``: without, config and tokenizer are all that is fetched.
 
     Raises ModelNotFoundError where nothing is found, UnsupportedModelError for pickled weights.
     """
@@ -48,7 +51,7 @@ def resolve_model(model: str | None = None, *, revision: str | None = None) -> P
 
     if match["quant"]:
         return fetch_gguf(match["repo"], match["quant"], revision)
-    return fetch_model(match["repo"], revision)
+    return fetch_model(match["repo"], revision, with_weights=with_weights)
 
 
 def _resolve_path(path: Path) -> Path:

@@ -122,7 +122,8 @@ def build_engine(config: EngineConfig) -> Loaded:
     max_model_len, num_blocks, note = _plan_blocks(config, spec, groups, selections, device)
     notes.append(note)
     lap("open")
-    tokenizer = None if config.skip_tokenizer_init else _load_tokenizer(config, checkpoint)
+    tokenizer, note = _find_tokenizer(config, checkpoint)
+    notes.append(note)
     lap("tokenizer")
     params, note = _default_params(config, checkpoint)
     notes.append(note)
@@ -181,9 +182,10 @@ def build_engine(config: EngineConfig) -> Loaded:
 
 def open_model(config: EngineConfig) -> Checkpoint:
     """The checkpoint that the config names, opened: described, its weights not yet read."""
-    path = resolve_model(config.model, revision=config.revision)
+    real = config.load_format == "auto"
+    path = resolve_model(config.model, revision=config.revision, with_weights=real)
     known_by_name = config.model is not None and not Path(config.model).exists()
-    return open_checkpoint(path, config.model if known_by_name else None)
+    return open_checkpoint(path, config.model if known_by_name else None, with_weights=real)
 
 
 def choose_device(config: EngineConfig) -> str:
@@ -291,6 +293,23 @@ def _free_memory(device: str) -> int:
     from octavo.runtime.eager import free_device_memory
 
     return free_device_memory(device)
+
+
+def _find_tokenizer(
+    config: EngineConfig, checkpoint: Checkpoint
+) -> tuple[Tokenizer | None, str | None]:
+    """None where it is to be skipped and, with a note, where random weights come with no text."""
+    if config.skip_tokenizer_init:
+        return None, None
+    nowhere = (
+        config.load_format == "dummy"
+        and config.tokenizer is None
+        and checkpoint.kind == "safetensors"
+        and not (checkpoint.path / "tokenizer.json").exists()
+    )
+    if nowhere:
+        return None, f"{checkpoint.path} has no tokenizer.json: token ids in, token ids out"
+    return _load_tokenizer(config, checkpoint), None
 
 
 def _load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer:

@@ -15,7 +15,7 @@ from typing import Any
 import numba
 import numpy as np
 from llvmlite import ir
-from numba import carray, types
+from numba import types
 from numba.extending import intrinsic
 from numpy.typing import DTypeLike, NDArray
 
@@ -71,7 +71,7 @@ def op(**fields: DTypeLike) -> Callable[[Callable[..., None]], Op]:
     """Compile ``function(thread, num_threads, counter, args)`` as an op over a record.
 
     ``counter`` is the address of an int64 that is 0 when the op begins and that its threads share
-    (:func:`fetch_add`); ``carray(args, 1)[0]`` has the fields: numbers, and addresses as int64
+    (:func:`fetch_add`); ``numba.carray(args, 1)[0]`` has the fields: numbers, and addresses as int64
     (:func:`float32s` and its like make arrays of them). An op neither raises nor allocates.
     """
     record = np.dtype([(name, np.dtype(kind)) for name, kind in fields.items()], align=True)
@@ -81,7 +81,7 @@ def op(**fields: DTypeLike) -> Callable[[Callable[..., None]], Op]:
 
     def compiled(function: Callable[..., None]) -> Op:
         code = numba.cfunc(signature, cache=cache_works(), error_model="numpy")(function)
-        return Op(function.__name__, record, code.address, code)
+        return Op(function.__name__, record, int(code.address or 0), code)
 
     return compiled
 
@@ -101,7 +101,7 @@ def _maker(element: Any, kind: Any) -> Callable[..., Any]:
 
     @jit
     def array(address, shape):
-        return carray(pointer(address), shape, kind)
+        return numba.carray(pointer(address), shape, kind)
 
     return array
 

@@ -1,89 +1,145 @@
 """The engine's process: loads the model, then steps for as long as there is work.
 
-The API process starts it as ``python -m octavo.server.engine_process``, writes a ``Start`` to its
-standard input and leaves that pipe open: when it closes, whatever has become of the API process,
-this process ends as well.
+API processes are its peers, each with the identity under which it said hello; what a step brings a
+request goes to the peer that asked for it, and the figures go to all.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import logging
-import os
-import signal
 import sys
-import threading
-from typing import BinaryIO, NoReturn
+from collections import defaultdict
+from typing import NoReturn
 
 import zmq
 
 from octavo.engine.build import LoadReport, build_engine
-from octavo.engine.loop import Engine
+from octavo.engine.loop import Engine, RequestUpdate
 from octavo.errors import OctavoError
-from octavo.server import messages
+from octavo.server import messages, processes
+from octavo.server.limits import check_room
 
 _LINGER_MS = 2000  # for a last message to leave
+
+Peer = bytes
+Socket = zmq.Socket[bytes]
 
 
 def main() -> NoReturn:
     """Run until the API process ends; exit with 1 where the model can't be loaded, having told."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the API process's to handle
+    start = messages.decode_start_engine(processes.begin())
+    processes.listen(lambda _: None)
+    faulthandler.enable()  # if it is killed because it hangs, the log says where
     logging.basicConfig(format="octavo: %(message)s", level=logging.WARNING)
-    pipe = sys.stdin.buffer
-    start = messages.decode_start(pipe.read(int.from_bytes(pipe.read(4), "little")))
-    threading.Thread(target=_end_with, args=(pipe,), daemon=True).start()
 
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+    socket: Socket = zmq.Context.instance().socket(zmq.ROUTER)
     socket.set_hwm(0)
-    socket.connect(start.address)
+    socket.bind(start.address)
     try:
         loaded = build_engine(start.config)
     except OctavoError as error:
-        socket.send(messages.encode(messages.Failed(str(error))))
+        _tell(socket, _greeted(socket, 1), messages.Failed(str(error)))
         socket.close(linger=_LINGER_MS)
         zmq.Context.instance().term()
         sys.exit(1)
-    socket.send(messages.encode(_ready(loaded.engine, loaded.report)))
-    serve_engine(loaded.engine, socket)
+    peers = _greeted(socket, start.num_peers)
+    _tell(socket, peers, _ready(loaded.engine, loaded.report))
+    EngineServer(loaded.engine, socket, peers, start.max_answers).run()
 
 
-def serve_engine(engine: Engine, socket: zmq.Socket[bytes]) -> NoReturn:
-    """Carry out what comes in and step while there is work, for ever."""
-    socket.send(messages.encode(messages.Step([], engine.stats())))
-    while True:
-        told = False
-        while socket.poll(0 if told or engine.has_work else None):
-            for answer in _obey(engine, messages.decode_to_engine(socket.recv())):
-                socket.send(messages.encode(answer))
-            told = True
-        updates = engine.step() if engine.has_work else []
-        if updates or told:
-            socket.send(messages.encode(messages.Step(updates, engine.stats())))
+class EngineServer:
+    """Carries out what the peers ask and tells them what came of it."""
+
+    def __init__(
+        self, engine: Engine, socket: Socket, peers: list[Peer], max_answers: int | None
+    ) -> None:
+        self._engine = engine
+        self._socket = socket
+        self._peers = peers
+        self._max_answers = max_answers
+        self._owners: dict[str, Peer] = {}  # by the id of a request that is not finished
+
+    def run(self) -> NoReturn:
+        """Step while there is work and wait for some where there is none, for ever."""
+        engine, socket = self._engine, self._socket
+        self._tell_step([])
+        while True:
+            told = False
+            while socket.poll(0 if told or engine.has_work else None):
+                peer, raw = socket.recv_multipart()
+                self._obey(peer, messages.decode_to_engine(raw))
+                told = True
+            # A step without updates is told as well: the engine is alive.
+            if engine.has_work:
+                self._tell_step(engine.step())
+            elif told:
+                self._tell_step([])
+
+    def _obey(self, peer: Peer, message: messages.ToEngine) -> None:
+        match message:
+            case messages.Add():
+                self._add(peer, message.requests)
+            case messages.Abort():
+                for request_id in message.request_ids:
+                    self._engine.abort(request_id)
+                    self._owners.pop(request_id, None)
+            case messages.Finish():
+                for request_id in message.request_ids:
+                    self._engine.finish(request_id)
+                    self._owners.pop(request_id, None)
+
+    def _add(self, peer: Peer, requests: list[messages.NewRequest]) -> None:
+        """Queue a call's requests. Where one is refused its peer gives up, and aborts, them all."""
+        try:
+            check_room(len(self._owners), len(requests), self._max_answers)
+            for request in requests:
+                self._engine.add(request.request())
+                self._owners[request.request_id] = peer
+        except OctavoError as error:
+            refused = messages.Refused(
+                requests[0].request_id,
+                str(error),
+                error.status,
+                getattr(error, "param", None),
+                error.code,
+            )
+            _tell(self._socket, [peer], refused)
+
+    def _tell_step(self, updates: list[RequestUpdate]) -> None:
+        """One message for each peer, those first whose message brings no more than the figures:
+        whoever has its answer finds it counted, whichever peer it asks."""
+        stats = self._engine.stats()
+        brought: defaultdict[Peer, list[RequestUpdate]] = defaultdict(list)
+        for update in updates:
+            brought[self._owners[update.request_id]].append(update)
+            if update.finish_reason is not None:
+                del self._owners[update.request_id]
+        idle = [peer for peer in self._peers if peer not in brought]
+        _tell(self._socket, idle, messages.Step([], stats))
+        for peer, own in brought.items():
+            _tell(self._socket, [peer], messages.Step(own, stats))
 
 
-def _obey(engine: Engine, message: messages.ToEngine) -> list[messages.Refused]:
-    match message:
-        case messages.Add():
-            try:
-                engine.add(message.request())
-            except OctavoError as error:
-                param = getattr(error, "param", None)
-                refused = messages.Refused(
-                    message.request_id, str(error), error.status, param, error.code
-                )
-                return [refused]
-        case messages.Abort():
-            for request_id in message.request_ids:
-                engine.abort(request_id)
-        case messages.Finish():
-            for request_id in message.request_ids:
-                engine.finish(request_id)
-    return []
+def _greeted(socket: Socket, count: int) -> list[Peer]:
+    """Wait until so many peers have said hello."""
+    peers: list[Peer] = []
+    while len(peers) < count:
+        peer, raw = socket.recv_multipart()
+        messages.decode_to_engine(raw)
+        peers.append(peer)
+    return peers
+
+
+def _tell(socket: Socket, peers: list[Peer], message: messages.FromEngine) -> None:
+    raw = messages.encode(message) if peers else b""
+    for peer in peers:
+        socket.send_multipart([peer, raw])
 
 
 def _ready(engine: Engine, report: LoadReport) -> messages.Ready:
     return messages.Ready(
         max_total_tokens=engine.max_total_tokens,
-        max_num_seqs=engine.limits.max_num_seqs,
         block_size=engine.limits.block_size,
         num_blocks=sum(engine.limits.num_blocks),
         runtime=report.runtime,
@@ -92,11 +148,6 @@ def _ready(engine: Engine, report: LoadReport) -> messages.Ready:
         load_seconds=report.load_seconds,
         notes=list(report.notes),
     )
-
-
-def _end_with(pipe: BinaryIO) -> None:
-    pipe.read()
-    os._exit(0)  # from a thread, in whatever the main thread is busy with
 
 
 if __name__ == "__main__":

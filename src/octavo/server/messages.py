@@ -1,6 +1,8 @@
-"""What the API process and the engine process tell each other: msgpack over one ZeroMQ pair.
+"""What the server's processes tell each other: msgpack, over a ZeroMQ socket between the API
+processes and the engine, and over the standard input of those that the first one has started.
 
-One message a step carries what it brought all requests. Ids only: text stays on the API side.
+One message a step carries to an API process what it brought all its requests. Ids only: text stays
+on the API side.
 """
 
 from __future__ import annotations
@@ -17,15 +19,22 @@ from octavo.sampling_params import SamplingParams
 # ---- to the engine
 
 
-class Start(msgspec.Struct):
-    """The first thing the engine process reads, on its standard input."""
+class StartEngine(msgspec.Struct):
+    """The first thing the engine process reads, on its standard input. It is ready once
+    ``num_peers`` API processes have said so; ``max_answers`` is as in :func:`check_room`."""
 
     config: EngineConfig
-    address: str  # of the ZeroMQ socket that the API process has bound
+    address: str  # of the ZeroMQ socket that it binds
+    num_peers: int
+    max_answers: int | None
 
 
-class Add(msgspec.Struct, tag=True, array_like=True):
-    """Queue a request; ``priority`` and the rest as in :class:`Request`."""
+class Hello(msgspec.Struct, tag=True, array_like=True):
+    """An API process is there and takes calls as soon as the engine is ready."""
+
+
+class NewRequest(msgspec.Struct, array_like=True):
+    """One answer to make; ``priority`` and the rest as in :class:`Request`."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -37,12 +46,18 @@ class Add(msgspec.Struct, tag=True, array_like=True):
     cache_salt: str | None
 
     @classmethod
-    def of(cls, request: Request) -> Add:
+    def of(cls, request: Request) -> NewRequest:
         return cls(**{name: getattr(request, name) for name in cls.__struct_fields__})
 
     def request(self) -> Request:
         """The engine's own; it arrives now, on the engine's clock."""
         return Request(**{name: getattr(self, name) for name in self.__struct_fields__})
+
+
+class Add(msgspec.Struct, tag=True, array_like=True):
+    """Queue the requests of one call."""
+
+    requests: list[NewRequest]
 
 
 class Abort(msgspec.Struct, tag=True, array_like=True):
@@ -57,7 +72,7 @@ class Finish(msgspec.Struct, tag=True, array_like=True):
     request_ids: list[str]
 
 
-ToEngine = Add | Abort | Finish
+ToEngine = Hello | Add | Abort | Finish
 
 # ---- from the engine
 
@@ -66,7 +81,6 @@ class Ready(msgspec.Struct, tag=True, array_like=True):
     """The model is loaded. ``max_total_tokens`` is the longest a request may become."""
 
     max_total_tokens: int
-    max_num_seqs: int
     block_size: int
     num_blocks: int
     runtime: str
@@ -83,7 +97,7 @@ class Failed(msgspec.Struct, tag=True, array_like=True):
 
 
 class Refused(msgspec.Struct, tag=True, array_like=True):
-    """The engine didn't take a request."""
+    """The engine didn't take a call; ``request_id`` is the first of its requests."""
 
     request_id: str
     message: str
@@ -108,6 +122,6 @@ def encode(message: Any) -> bytes:
     return _encoder.encode(message)
 
 
-decode_start = msgspec.msgpack.Decoder(Start).decode
+decode_start_engine = msgspec.msgpack.Decoder(StartEngine).decode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode

@@ -90,7 +90,7 @@ def _open_tokenizer(name: str) -> Tokenizer:
     folder = Path(name).expanduser()
     if (folder / "tokenizer.json").exists():  # its weights, if there are any, don't matter
         return load_tokenizer(Checkpoint(name, folder, "safetensors", {}, {}, {}))
-    return load_tokenizer(open_model(EngineConfig(model=name)))
+    return load_tokenizer(open_model(EngineConfig(model=name, load_format="dummy")))
 
 
 def _report_failures(result: Result) -> None:
