@@ -40,6 +40,7 @@ from octavo.kernels.kv_store.triton import store_kv
 from octavo.kernels.paged_prefill.triton import PrefillTuning, paged_prefill
 from octavo.kernels.split_attention.triton import (
     Tuning,
+    default_tuning,
     make_scratch,
     resident_slots,
     split_decode,
@@ -115,36 +116,33 @@ class Cell:
 
 @dataclass(frozen=True)
 class Variant:
-    """``slots``: times the resident blocks."""
+    """``changes`` of the default tuning; ``slots``: times the resident blocks."""
 
-    tuning: Tuning
-    slots: int = 1
     mode: str = "auto"
     split_tokens: int = 512
+    slots: int = 1
+    changes: tuple[tuple[str, int], ...] = ()
+
+    def tuning(self, spec: AttentionSpec) -> Tuning:
+        return replace(default_tuning(spec), **dict(self.changes))
 
 
 LLAMA = Shape(32, 8, 128)
-S4 = Tuning(64, 4, 4)  # two blocks an SM, three buffers each
 NEVER = 1 << 12  # no line is so short that it is not cut
-# On every cell.
-MAIN = {
-    "auto": Variant(S4),
-    "plain": Variant(replace(S4, dependent=False)),
-    "s3": Variant(replace(S4, num_stages=3)),  # three blocks an SM
-    "w2": Variant(replace(S4, num_warps=2)),
-}
+AUTO = {"auto": Variant()}  # on every cell
 FIXED = {  # from 2K on
-    "fix256": Variant(S4, mode="fixed", split_tokens=256),
-    "fix512": Variant(S4, mode="fixed", split_tokens=512),
+    "fix256": Variant("fixed", 256),
+    "fix512": Variant("fixed", 512),
 }
-OFF = {"off": Variant(S4, mode="off")}  # up to 2K
+OFF = {"off": Variant("off")}  # up to 2K
 MORE = {
-    "cut": Variant(replace(S4, uncut=NEVER)),
-    "uncut2": Variant(replace(S4, uncut=2)),
-    "uncut8": Variant(replace(S4, uncut=8)),
-    "x2": Variant(S4, 2),  # two waves: the hardware balances
-    "f256g2": Variant(replace(S4, fold=2), mode="fixed", split_tokens=256),
-    "f256g8": Variant(replace(S4, fold=8), mode="fixed", split_tokens=256),
+    "plain": Variant(changes=(("dependent", 0),)),
+    "s3": Variant(changes=(("num_stages", 3),)),  # three blocks an SM
+    "cut": Variant(changes=(("uncut", NEVER),)),
+    "x2": Variant(slots=2),  # two waves: the hardware balances
+    "fix128": Variant("fixed", 128),
+    "leaf64": Variant("fixed", 256, changes=(("leaves", 64),)),
+    "fold8": Variant("fixed", 256, changes=(("fold", 8),)),
 }
 MORE_CELLS = [(512, 1), (512, 4), (512, 16), (512, 64), (2048, 1), (2048, 4), (2048, 16)]
 MORE_CELLS += [(2048, 64), (8192, 1), (8192, 16), (8192, 18), (8192, 36), (32768, 1)]
@@ -156,7 +154,7 @@ def cells() -> list[Cell]:
     even = [Cell(Shape(h, 8, 128), str(n), (n,) * b) for h, n, b in PEERS]
     even += [Cell(Shape(16, 8, 128), str(n), (n,) * b) for n in (512, 8192) for b in (1, 16)]
     even += [Cell(Shape(16, 8, 128), "131072", (131072,))]
-    even += [Cell(LLAMA, "8192", (8192,) * b) for b in (18, 36)]  # lines fill no whole waves
+    even += [Cell(LLAMA, "8192", (8192,) * b) for b in (5, 18, 36)]  # lines fill no whole waves
     even += [Cell(Shape(9, 3, 64), str(n), (n,) * b) for n in (512, 8192, 131072) for b in (1, 16)]
     draw = random.Random(0)
     uneven = [
@@ -176,7 +174,7 @@ def cells() -> list[Cell]:
 
 def variants_of(cell: Cell) -> dict[str, Variant]:
     longest = max(cell.lens)
-    chosen = MAIN | (FIXED if longest >= 2048 else {}) | (OFF if longest <= 2048 else {})
+    chosen = AUTO | (FIXED if longest >= 2048 else {}) | (OFF if longest <= 2048 else {})
     if cell.shape == LLAMA and ((longest, len(cell.lens)) in MORE_CELLS or len(set(cell.lens)) > 1):
         chosen |= MORE
     return chosen
@@ -194,7 +192,8 @@ def compile_ahead() -> float:
     wanted = {}
     for cell in cells():
         for v in variants_of(cell).values():
-            wanted[spec_of(cell.shape, v), v.tuning, v.slots, len(cell.lens)] = None
+            spec = spec_of(cell.shape, v)
+            wanted[spec, v.tuning(spec), v.slots, len(cell.lens)] = None
     jobs = [(_compile_decode, *key) for key in wanted]
     jobs += [(_compile_prefill, tuning) for tuning in PREFILL.values()]
     workers = max(1, min(14, (os.cpu_count() or 2) - 2))
@@ -367,8 +366,9 @@ class Bench:
 
             def work(name: str = name, variant: Variant = variant) -> None:
                 how = spec_of(shape, variant)
+                tuning = variant.tuning(how)
                 slots = self.slots_of(how, variant)
-                scratch = make_scratch(how, len(lens), max(lens), slots, variant.tuning)
+                scratch = make_scratch(how, len(lens), max(lens), slots, tuning)
 
                 def launch(i: int) -> None:
                     split_decode(
@@ -382,7 +382,7 @@ class Bench:
                         scratch=scratch,
                         out=out,
                         lse=lse,
-                        tuning=variant.tuning,
+                        tuning=tuning,
                     )
 
                 def stored(i: int) -> None:  # as in the engine: the newest keys, then attention
@@ -430,9 +430,9 @@ class Bench:
             self.guarded(name, work)
 
     def slots_of(self, spec: AttentionSpec, variant: Variant) -> int:
-        key = (spec, variant.tuning)
+        key = (spec, variant.changes)
         if key not in self.slots:
-            self.slots[key] = resident_slots(spec, variant.tuning)
+            self.slots[key] = resident_slots(spec, variant.tuning(spec))
         return self.slots[key] * variant.slots
 
     def decode(self) -> None:
@@ -500,8 +500,9 @@ class Bench:
         for mode in ("off", "auto", "fixed"):
 
             def work(mode=mode) -> None:
-                variant = Variant(S4, mode=mode, split_tokens=256)
-                spec, tuning = spec_of(LLAMA, variant), variant.tuning
+                variant = Variant(mode, 256)
+                spec = spec_of(LLAMA, variant)
+                tuning = variant.tuning(spec)
                 slots = self.slots_of(spec, variant)
                 scratch = make_scratch(spec, batch, capacity, 1000, tuning)
                 out, lse = torch.empty_like(q), torch.empty(batch, 32, device=DEVICE)
@@ -601,7 +602,7 @@ class Bench:
                 speeds = [r for r in fill if r["variant"] == name]
                 print(f"{name:>14}" + "".join(f"{r['tflops']:>6.0f}" for r in speeds))
         scale = PEERS_CEILING / self.ceiling
-        names = [*MAIN, *OFF, *FIXED]
+        names = [*AUTO, *OFF, *FIXED]
         print(
             "\nus; peer: best paged kernel, cuDNN contiguous, scaled by the read ceilings; share "
             "of the ceiling, /peer: auto; fix: best of fixed over auto"

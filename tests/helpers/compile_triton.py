@@ -1,6 +1,6 @@
 """Compile our Triton kernels for a GPU that isn't there, as the launching functions would.
 
-    python compile_triton.py    # JSON: case -> kernel -> registers and bytes of stack, or an error
+    python -m helpers.compile_triton    # JSON: case -> kernel -> registers, stack bytes; or error
 
 A process of its own: Triton's interpreter, once chosen, stays for the whole process.
 """
@@ -58,6 +58,8 @@ DECODE: dict[str, dict[str, Any]] = {
         "has_sinks": True,
     },
     "fixed, 256": {"head_dim": 256, "split_tokens": 3008, "soft_cap": 20.0, "num_heads": 8},
+    "auto, 9/3 x 64": {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
+    "fixed, 9/3 x 64": {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "split_tokens": 256},
     "fixed, small tiles, no folds": {"split_tokens": 48, "fold": 1, "window": 1000},
 }
 PREFILL: dict[str, dict[str, Any]] = {

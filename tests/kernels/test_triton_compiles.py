@@ -20,12 +20,14 @@ pytest.importorskip("triton.backends.nvidia")
 
 from helpers.compile_triton import CASES
 
-HELPERS = Path(__file__).parents[1] / "helpers"
+TESTS = Path(__file__).parents[1]
 # Bytes of a thread's stack, in which registers are spilled.
 KNOWN_STACK = {
-    ("off, fp32, all features", "split_kernel"): 416,
-    ("off, group of 64", "split_kernel"): 40,
-    ("fixed, small tiles, no folds", "split_kernel"): 8,
+    ("auto, fp32, 64, window", "split_kernel"): 8,
+    ("auto, 192/128, one KV head", "split_kernel"): 24,
+    ("fixed", "split_kernel"): 8,
+    ("fixed, all features", "split_kernel"): 8,
+    ("fixed, 9/3 x 64", "split_kernel"): 40,
     ("prefill", "_prefill_kernel"): 24,
 }
 
@@ -34,8 +36,8 @@ KNOWN_STACK = {
 def compiled() -> dict[str, dict]:
     """All cases from one process, without the interpreter that conftest.py asks for."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(HELPERS.parent)
-    script = [sys.executable, HELPERS / "compile_triton.py"]
+    environment["PYTHONPATH"] = str(TESTS)
+    script = [sys.executable, "-m", "helpers.compile_triton"]
     done = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -49,9 +51,13 @@ def test_compiles_and_spills_no_more_than_is_known(case):
         assert used["stack"] <= KNOWN_STACK.get((case, kernel), 0), kernel
 
 
-def test_the_merge_of_fixed_mode_fits_beside_the_split_kernel():
-    """So that its blocks are there when the last split block ends: an SM has 65,536 registers,
-    and those of the split kernel lie in it two at a time. Both have four warps."""
-    kernels = compiled()["fixed"]
+@pytest.mark.parametrize(
+    ("case", "blocks", "merge_warps"),
+    [("auto", 2, 4), ("fixed", 2, 2), ("auto, 9/3 x 64", 4, 4), ("fixed, 9/3 x 64", 4, 2)],
+)
+def test_a_block_of_the_merge_fits_beside_those_of_the_split_kernel(case, blocks, merge_warps):
+    """So that it is there when the last of them ends: an SM has 65,536 registers, and ``blocks``
+    of the split kernel lie in it, of four warps each."""
+    kernels = compiled()[case]
     split, merge = (kernels[f"{name}_kernel"]["registers"] for name in ("split", "merge"))
-    assert (2 * split + merge) * 128 <= 65536
+    assert blocks * split * 128 + merge * merge_warps * 32 <= 65536

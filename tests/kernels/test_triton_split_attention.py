@@ -25,7 +25,7 @@ from octavo.kernels.split_attention.triton import (
     num_shares,
     split_decode,
 )
-from octavo.kernels.split_attention.triton_kernels import _share_of
+from octavo.kernels.split_attention.triton_lines import is_cut, nearest_leaf, share_of
 
 torch.set_num_threads(1)
 TUNING = Tuning(tokens=32, num_warps=4, num_stages=3)
@@ -240,6 +240,19 @@ def test_in_fixed_mode_a_row_is_bitwise_the_same_in_any_batch_and_on_any_device(
         assert (other_lse == lse[some]).all()
 
 
+def test_in_fixed_mode_long_rows_have_longer_leaves_and_the_same_bits_wherever_they_are_cut():
+    """Lengths around those at which a leaf grows, with at most six leaves a line."""
+    spec = spec_for(split_mode="fixed", split_tokens=16, num_heads=2, num_kv_heads=1)
+    rows = make_rows(spec, [95, 96, 97, 300])
+    tuning = replace(TUNING, tokens=16, leaves=6, fold=2)
+    together, lse = decode(spec, rows, tuning=tuning)
+    np.testing.assert_allclose(together, oracle(spec, rows)[0], atol=2e-6)
+    for i, slots in [(0, 1), (1, 5), (2, 3), (3, 1), (3, 2), (3, 4), (3, 9)]:
+        out, other_lse = decode(spec, some_of(rows, [i]), slots=slots, tuning=tuning)
+        assert (out[0] == together[i]).all()
+        assert (other_lse[0] == lse[i]).all()
+
+
 def some_of(rows: Rows, some: list[int]) -> Rows:
     batch = replace(
         rows.batch,
@@ -281,7 +294,7 @@ def test_partials_are_true_and_merge_to_the_answer():
     for row, cuts in enumerate(plan.boundaries):
         for head in range(2):
             heads = slice(2 * head, 2 * head + 2)
-            place = (row * 2 + head) * scratch.line_groups
+            place = (row * 2 + head) * scratch.line_places
             sums, m, l = (x[place : place + len(cuts)] for x in (scratch.out, scratch.m, scratch.l))
             m = m * np.log(2)
             for i, (start, stop) in enumerate(cuts):
@@ -345,7 +358,7 @@ def test_every_unit_is_found_in_its_share(total, shares):
     @triton.jit
     def find(units, found, total, shares, N: tl.constexpr):
         at = tl.program_id(0) * N + tl.arange(0, N)
-        tl.store(found + at, _share_of(tl.load(units + at), total, shares))
+        tl.store(found + at, share_of(tl.load(units + at), total, shares))
 
     size = 1 << 12
     cuts = np.arange(shares + 1, dtype=np.int64) * total // shares
@@ -358,6 +371,37 @@ def test_every_unit_is_found_in_its_share(total, shares):
     np.testing.assert_array_equal(found.numpy(), want)
 
 
+@pytest.mark.parametrize(("first_unit", "line_units"), [(0, 1), (0, 37), (3, 38), (5, 64)])
+@pytest.mark.parametrize("shares", [1, 2, 7, 50])
+def test_the_merge_knows_which_groups_the_split_kernel_cut(first_unit, line_units, shares):
+    """Groups of 4 leaves of 3 units; the line lies between two others."""
+    leaf, fold, line_start = 3, 4, 11
+    total = line_start + line_units + 20
+    shares = min(shares, total)
+
+    @triton.jit
+    def ask(begins, cut, line_start, first, units, total, shares, LEAF: tl.constexpr):
+        i = tl.program_id(0)
+        unit = tl.minimum(tl.maximum(i * total // shares - line_start, 0), units)
+        tl.store(begins + i, nearest_leaf(unit, first, units, LEAF))
+        group = (first // (4 * LEAF) + tl.arange(0, 8)) * (4 * LEAF) - first
+        start = tl.minimum(tl.maximum(group, 0), units)
+        stop = tl.minimum(group + 4 * LEAF, units)
+        found = is_cut(start, stop, line_start, first, units, LEAF, total, shares)
+        tl.store(cut + tl.arange(0, 8), found.to(tl.int32))
+
+    begins = torch.empty(shares, dtype=torch.int32)
+    cut = torch.empty(8, dtype=torch.int32)
+    ask[(shares,)](begins, cut, line_start, first_unit, line_units, total, shares, LEAF=leaf)
+    begins = begins.numpy()
+    assert (np.diff(begins) >= 0).all()
+    inner = begins[(begins > 0) & (begins < line_units)]
+    assert ((first_unit + inner) % leaf == 0).all()
+    group = (first_unit // (leaf * fold) + np.arange(8)) * leaf * fold - first_unit
+    want = [bool(((inner > g) & (inner < g + leaf * fold)).any()) for g in group]
+    np.testing.assert_array_equal(cut.numpy().astype(bool), want)
+
+
 @settings(max_examples=6, deadline=None)
 @given(
     lens=st.lists(st.integers(0, 130), min_size=1, max_size=4),
@@ -365,10 +409,11 @@ def test_every_unit_is_found_in_its_share(total, shares):
     mode=st.sampled_from(["off", "auto", "fixed"]),
     split_tokens=st.sampled_from([16, 32, 48]),
     fold=st.integers(1, 5),
+    leaves=st.integers(1, 9),
     uncut=st.integers(1, 4),
     window=st.none() | st.integers(1, 160),
 )
-def test_any_batch_is_covered_exactly(lens, slots, mode, split_tokens, fold, uncut, window):
+def test_any_batch_is_covered_exactly(lens, slots, mode, split_tokens, fold, leaves, uncut, window):
     spec = spec_for(
         num_heads=2,
         num_kv_heads=2,
@@ -377,5 +422,5 @@ def test_any_batch_is_covered_exactly(lens, slots, mode, split_tokens, fold, unc
         split_mode=mode,
         split_tokens=split_tokens,
     )
-    tuning = Tuning(16, 4, 3, fold=fold, uncut=uncut)
+    tuning = Tuning(16, 4, 3, leaves=leaves, fold=fold, uncut=uncut)
     assert_right(spec, make_rows(spec, lens), slots=slots, tuning=tuning)

@@ -25,7 +25,8 @@ class AttentionSpec:
     ``decode`` rows have one query token each, ``prefill`` rows any number (causal, aligned to the
     end of the history). ``window`` counts the keys a query sees, its own included. ``soft_cap``
     replaces a score ``s`` by ``cap * tanh(s / cap)``. ``split_tokens`` is the segment length of
-    ``fixed`` mode. ``graph`` says that the call is captured in a CUDA graph.
+    ``fixed`` mode; in long rows ``triton`` makes them longer, by the row's length alone. ``graph``
+    says that the call is captured in a CUDA graph.
     """
 
     phase: Phase

@@ -11,18 +11,16 @@ the online one of FlashAttention 2 (Dao 2023).
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from octavo.attention.spec import AttentionSpec
-from octavo.kernels.split_attention.triton import INTERPRETED
 from octavo.kernels.split_attention.triton_kernels import block_of, cap_scores, slot_of
 from octavo.kernels.split_attention.triton_partials import finish
+from octavo.kernels.triton_launch import attention_constants, in_base_2, outputs
 
 
 @dataclass(frozen=True)
@@ -71,14 +69,12 @@ def paged_prefill(
 
     Returns ``out`` [T, H, Dv] in q's dtype and ``lse`` [T, H] fp32. Launches only.
     """
-    num_tokens, num_heads = q.shape[:2]
-    num_rows = len(seq_lens)
-    group = num_heads // spec.num_kv_heads
-    out = q.new_empty(num_tokens, num_heads, spec.v_head_dim) if out is None else out
-    lse = q.new_empty(num_tokens, num_heads, dtype=torch.float32) if lse is None else lse
+    out, lse = outputs(spec, q, out, lse)
+    num_tokens, num_rows = len(q), len(seq_lens)
     if num_tokens == 0:
         return out, lse
     tuning = tuning or default_prefill_tuning(spec)
+    group = spec.num_heads // spec.num_kv_heads
     # Each row may end in a tile that isn't full; the blocks that are too many end at once.
     most_tiles = num_tokens * group // tuning.rows + min(num_rows, num_tokens)
     _prefill_kernel[(most_tiles, spec.num_kv_heads)](
@@ -91,28 +87,14 @@ def paged_prefill(
         sinks,
         out,
         lse,
-        spec.scale * math.log2(math.e),
-        (spec.soft_cap or 0.0) * math.log2(math.e),
+        *in_base_2(spec),
         num_rows,
         *q.stride()[:2],
         block_table.stride(0),
         *out.stride()[:2],
-        K_STRIDES=k_cache.stride()[:3],
-        V_STRIDES=v_cache.stride()[:3],
-        NUM_KV_HEADS=spec.num_kv_heads,
-        GROUP=group,
-        HEAD_DIM=spec.head_dim,
-        V_HEAD_DIM=spec.v_head_dim,
-        BLOCK_SIZE=spec.block_size,
-        WINDOW=spec.window or 0,
-        SOFT_CAP=spec.soft_cap is not None,
-        SINKS=spec.has_sinks,
+        **attention_constants(spec, q, k_cache, v_cache, num_rows),
         ROWS=tuning.rows,
         TOKENS=tuning.tokens,
-        BLOCK_D=max(16, triton.next_power_of_2(spec.head_dim)),
-        BLOCK_DV=max(16, triton.next_power_of_2(spec.v_head_dim)),
-        BLOCK_ROWS=max(16, triton.next_power_of_2(num_rows)),
-        WIDEN=INTERPRETED and q.dtype == torch.bfloat16,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
     )

@@ -1,14 +1,11 @@
 """Split-KV decode attention over a paged cache, for CUDA through Triton: tuning, scratch, launch.
 
-One query token a row. ``triton_kernels.py`` says how the work is shared out among the blocks.
+One query token a row. ``triton_lines.py`` says how the work is shared out among the blocks.
 """
 
 from __future__ import annotations
 
-import math
-import os
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,61 +13,64 @@ import triton
 from torch import Tensor
 
 from octavo.attention.spec import AttentionSpec
-from octavo.kernels.split_attention.triton_kernels import merge_kernel, split_kernel
+from octavo.kernels.split_attention.triton_kernels import split_kernel
+from octavo.kernels.split_attention.triton_merge import merge_kernel
+from octavo.kernels.triton_launch import (
+    attention_constants,
+    dependent_launches,
+    in_base_2,
+    outputs,
+    padded,
+)
 
 WHOLE_LINE = 1 << 30  # unit of ``off``: no line is longer
 MAX_SHARES = 1 << 15  # the kernel finds its share in 32 bits
 MERGE_BLOCKS = 1 << 10  # more of them cost more than they gain
-# Triton's interpreter multiplies the raw bits of bf16 operands (3.6 to 3.9).
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-
-@cache
-def dependent_launches() -> bool:
-    """Whether a kernel can start before the one in front of it has ended: on NVIDIA GPUs from
-    Hopper on."""
-    return (
-        not INTERPRETED
-        and torch.version.cuda is not None
-        and torch.cuda.get_device_capability() >= (9, 0)
-    )
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """How the kernel is cut and compiled. ``tokens`` keys are read at a time. ``fold`` leaves of
-    ``fixed`` mode are a group. In ``auto`` mode no line is cut that is at most 1 / ``uncut`` of a
-    slot's work. ``dependent`` lets the launch begin before the one in front of it has ended."""
+    """How the kernel is cut and compiled. ``tokens`` keys are read at a time. In ``fixed`` mode a
+    line has at most ``leaves`` leaves, and ``fold`` leaves are a group. In ``auto`` mode no line
+    is cut that is at most 1 / ``uncut`` of a slot's work. ``registers`` a thread at most, where
+    Triton would take so many that no block of the merge could wait beside the split kernel's.
+    ``dependent`` lets the launch begin before the one in front of it has ended."""
 
     tokens: int
     num_warps: int
     num_stages: int
+    leaves: int = 32
     fold: int = 4
     uncut: int = 4
+    registers: int | None = None
     dependent: bool = True
 
 
 def default_tuning(spec: AttentionSpec) -> Tuning:
     """A tile of K (or V) takes at most 16 KB, so that three of each fit twice in an SM of Hopper:
-    two blocks with three buffers beat three with two. In ``fixed`` mode no tile may reach over
-    the end of a leaf."""
+    two blocks with three buffers beat three with two; tiles of 8 KB and less fit four times. In
+    ``fixed`` mode no tile may reach over the end of a leaf, and leaves, of which 32 for each of
+    8 KV heads fill an H200, are more where KV heads are few."""
     itemsize = getattr(torch, spec.kv_dtype).itemsize
-    tokens = 16384 // (_padded(max(spec.head_dim, spec.v_head_dim)) * itemsize)
-    tokens = min(64, max(16, tokens))
+    token_bytes = padded(max(spec.head_dim, spec.v_head_dim)) * itemsize
+    tokens = min(64, max(16, 16384 // token_bytes))
+    registers = 112 if tokens * token_bytes <= 8192 else None
+    leaves = 32
     if spec.split_mode == "fixed":
         tokens = min(tokens, spec.split_tokens & -spec.split_tokens)
-    return Tuning(tokens, num_warps=4, num_stages=4)
+        leaves = max(leaves, triton.next_power_of_2(triton.cdiv(256, spec.num_kv_heads)))
+    return Tuning(tokens, num_warps=4, num_stages=4, leaves=leaves, registers=registers)
 
 
 @dataclass(frozen=True)
 class Scratch:
     """Where partials wait for their merge; one per stream, shared by all layers. In ``fixed``
-    mode the first ``line_groups`` places are for the groups of the first line, and so on."""
+    mode the first ``line_places`` places are for the leaves of the first line, and so on."""
 
     out: Tensor  # [places, G, Dv], fp32: sums of weighted values, not divided yet
     m: Tensor  # [places, G], in base 2
     l: Tensor  # [places, G]
-    line_groups: int
+    line_places: int
 
 
 def make_scratch(
@@ -83,26 +83,26 @@ def make_scratch(
     """Scratch for up to ``num_rows`` rows of up to ``max_tokens`` keys.
 
     In ``auto`` mode a block leaves at most two partials, whatever the lengths; in ``fixed`` mode
-    there is one for each group, and one for each leaf of a group that two blocks share.
+    there is one for each leaf at most.
     """
+    tuning = tuning or default_tuning(spec)
     lines = num_rows * spec.num_kv_heads
-    shares = max(lines, num_slots)
-    line_groups = 0
+    line_places = 0
     if spec.split_mode == "fixed":
-        fold = (tuning or default_tuning(spec)).fold
         reach = max_tokens if spec.window is None else min(max_tokens, spec.window)
+        leaves = min(tuning.leaves, triton.cdiv(max(reach, 1), spec.split_tokens))
         # A window may begin and end in the middle of a group.
-        line_groups = triton.cdiv(max(reach, 1), spec.split_tokens * fold)
-        line_groups += spec.window is not None
-        places = lines * line_groups + shares * fold
+        groups = triton.cdiv(leaves, tuning.fold) + (spec.window is not None)
+        line_places = groups * tuning.fold
+        places = lines * line_places
     else:
-        places = 2 * shares if spec.split_mode == "auto" else 1
+        places = 2 * max(lines, num_slots) if spec.split_mode == "auto" else 1
     shape = (places, spec.num_heads // spec.num_kv_heads)
     out, m, l = (
         torch.empty(*shape, *rest, dtype=torch.float32, device=spec.device)
         for rest in ((spec.v_head_dim,), (), ())
     )
-    return Scratch(out, m, l, line_groups)
+    return Scratch(out, m, l, line_places)
 
 
 def num_shares(spec: AttentionSpec, num_rows: int, num_slots: int) -> int:
@@ -178,9 +178,8 @@ def split_decode(
     Returns ``out`` [R, H, Dv] in q's dtype and ``lse`` [R, H] fp32. Launches only: nothing waits
     for the device, so it can be captured.
     """
+    out, lse = outputs(spec, q, out, lse)
     num_rows, num_heads = q.shape[:2]
-    out = q.new_empty(num_rows, num_heads, spec.v_head_dim) if out is None else out
-    lse = q.new_empty(num_rows, num_heads, dtype=torch.float32) if lse is None else lse
     if num_rows == 0:
         return out, lse
     tuning = tuning or default_tuning(spec)
@@ -201,10 +200,11 @@ def split_decode(
     )
     split_kernel[(shares,)](*arguments, **constants)
     if spec.split_mode != "off":
-        merge = _merge_constants(spec, triton.cdiv(shares, num_rows * spec.num_kv_heads))
+        merge = _merge_constants(spec, tuning, triton.cdiv(shares, num_rows * spec.num_kv_heads))
         # A block costs a nanosecond, so where heads are many, one block has all columns of a head.
         blocks = max(1, MERGE_BLOCKS // (num_rows * num_heads))
         blocks = min(blocks, triton.cdiv(spec.v_head_dim, merge["COLUMNS"]))
+        shared = ("NUM_KV_HEADS", "GROUP", "V_HEAD_DIM", "WINDOW", "SINKS", "BLOCK_ROWS", "EARLY")
         merge_kernel[(num_rows, num_heads, blocks)](
             seq_lens,
             sinks,
@@ -216,9 +216,10 @@ def split_decode(
             shares,
             num_slots,
             num_rows,
-            scratch.line_groups,
+            scratch.line_places,
             *out.stride()[:2],
-            **_line_constants(spec, tuning, num_rows),
+            **{name: constants[name] for name in shared},
+            **_cut_constants(spec, tuning),
             **merge,
             launch_pdl=dependent_launches(),
         )
@@ -240,7 +241,6 @@ def _split_arguments(
     tuning: Tuning,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What the split kernel is launched with, and what it is compiled for."""
-    group = triton.next_power_of_2(spec.num_heads // spec.num_kv_heads)
     dependent = tuning.dependent and dependent_launches()
     arguments = (
         q,
@@ -254,77 +254,59 @@ def _split_arguments(
         scratch.out,
         scratch.m,
         scratch.l,
-        spec.scale * math.log2(math.e),
-        (spec.soft_cap or 0.0) * math.log2(math.e),
+        *in_base_2(spec),
         num_slots,
         len(q),
-        scratch.line_groups,
+        scratch.line_places,
         *q.stride()[:2],
         block_table.stride(0),
         *out.stride()[:2],
     )
-    constants = _line_constants(spec, tuning, len(q)) | {
-        "K_STRIDES": k_cache.stride()[:3],
-        "V_STRIDES": v_cache.stride()[:3],
-        "HEAD_DIM": spec.head_dim,
-        "BLOCK_SIZE": spec.block_size,
-        "SOFT_CAP": spec.soft_cap is not None,
+    constants = attention_constants(spec, q, k_cache, v_cache, len(q))
+    constants |= _cut_constants(spec, tuning)
+    constants |= {
         "DEPENDENT": dependent,
+        "EARLY": spec.split_mode != "off" and dependent_launches(),
         "TOKENS": tuning.tokens,
-        "BLOCK_G": max(16, group),
-        "BLOCK_D": _padded(spec.head_dim),
-        "BLOCK_DV": _padded(spec.v_head_dim),
-        "WIDEN": INTERPRETED and q.dtype == torch.bfloat16,
+        "BLOCK_G": padded(constants["GROUP"]),
         "num_warps": tuning.num_warps,
         "num_stages": tuning.num_stages,
         "launch_pdl": dependent,
     }
+    if tuning.registers is not None:
+        constants["maxnreg"] = tuning.registers
     return arguments, constants
 
 
-def _line_constants(spec: AttentionSpec, tuning: Tuning, num_rows: int) -> dict[str, Any]:
+def _cut_constants(spec: AttentionSpec, tuning: Tuning) -> dict[str, Any]:
     """What the split kernel and the merge kernel must agree on to find the same partials."""
-    units = {"off": WHOLE_LINE, "auto": tuning.tokens, "fixed": spec.split_tokens}
     return {
-        "NUM_KV_HEADS": spec.num_kv_heads,
-        "GROUP": spec.num_heads // spec.num_kv_heads,
-        "V_HEAD_DIM": spec.v_head_dim,
-        "UNIT": units[spec.split_mode],
-        "WINDOW": spec.window or 0,
-        "SINKS": spec.has_sinks,
+        "UNIT": WHOLE_LINE if spec.split_mode == "off" else tuning.tokens,
         "FIXED": spec.split_mode == "fixed",
+        "LEAF_TOKENS": spec.split_tokens,
+        "MAX_LEAVES": tuning.leaves,
         "FOLD": tuning.fold,
         "UNCUT": tuning.uncut,
-        "BLOCK_ROWS": max(16, triton.next_power_of_2(num_rows)),
-        "EARLY": spec.split_mode != "off" and dependent_launches(),
     }
 
 
-def _merge_constants(spec: AttentionSpec, shares_a_line: int) -> dict[str, int]:
+def _merge_constants(spec: AttentionSpec, tuning: Tuning, shares_a_line: int) -> dict[str, int]:
     """The tiles of the merge, so small that its blocks can wait in an SM beside those of the split
     kernel. In ``fixed`` mode from the spec alone, as the bits depend on it."""
-    columns = _padded(spec.v_head_dim)
+    columns = padded(spec.v_head_dim)
     if spec.split_mode == "fixed":
+        groups = int(triton.next_power_of_2(triton.cdiv(tuning.leaves, tuning.fold)))
+        columns = min(max(16, 512 // groups), columns)
         return {
-            "FEW": 8,
-            "FEW_COLUMNS": min(128, columns),
-            "PARTIALS": 32,
-            "COLUMNS": min(32, columns),
-            "num_warps": 4,
-            "maxnreg": 112,  # what two blocks of the split kernel leave
+            "PARTIALS": groups,
+            "COLUMNS": columns,
+            "num_warps": max(1, groups * columns // 256),
         }
     # A line that is cut unevenly lies in one share more.
     partials = min(64, max(8, int(triton.next_power_of_2(shares_a_line + 1))))
     columns = min(2048 // partials, columns)
     return {
-        "FEW": 0,
-        "FEW_COLUMNS": 0,
         "PARTIALS": partials,
         "COLUMNS": columns,
         "num_warps": max(1, partials * columns // 512),
     }
-
-
-def _padded(head_dim: int) -> int:
-    """Blocks are powers of two, and a dot's sides at least 16."""
-    return max(16, int(triton.next_power_of_2(head_dim)))

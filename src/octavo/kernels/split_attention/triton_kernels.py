@@ -1,24 +1,6 @@
-"""Split-KV decode attention, device side: who reads which keys, the split kernel and the merge.
+"""Split-KV decode attention, device side: the kernel that reads keys and values.
 
-The history of every (row, KV head) is a *line* of *units* of consecutive keys; all lines laid end
-to end, row by row and head by head, are the step's work. Share ``i`` of ``n`` is the units from
-``i * U // n`` up to ``(i + 1) * U // n``, whatever lines they lie in, so that a 128K row beside
-thirty-one short ones leaves no block idle (stream-K, Osama et al. 2023, on the key axis of
-FlashDecoding, Dao et al. 2023). Where ``n`` is a multiple of the number of lines and all are
-equally long, every share lies in one line. The lengths are read on the device, so that a captured
-CUDA graph stays right at every length.
-
-The part of a line that falls into one share is a *segment*. A line that is one segment is
-finished where it was read; of any other, each segment leaves a partial in scratch memory for the
-merge kernel. In ``auto`` mode a line that is short beside what a slot of the GPU has to read is
-not cut: it is read whole by the share that it begins in, at little loss of balance.
-
-Modes differ in the unit: ``auto`` one tile of keys, ``off`` the whole line. In ``fixed`` mode a
-unit is a *leaf*, ``split_tokens`` keys at absolute multiples, each with a softmax of its own, and
-``FOLD`` leaves at absolute multiples are a *group*. Leaves are added up in order to their group,
-and groups to the line, by whoever has them: a group that lies in one share is added up by the
-block that read it, any other by the merge kernel, with the same instructions. So a row's bits
-depend on nothing but the row.
+``triton_lines.py`` says which of them, ``triton_merge.py`` puts together what is left in parts.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, misc"
 
@@ -28,17 +10,17 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from octavo.kernels.split_attention.triton_partials import (
-    LOG2E,
-    add,
-    empty,
-    finish,
-    leave,
-    take,
+from octavo.kernels.split_attention.triton_lines import (
+    line_of,
+    nearest_leaf,
+    start_of_share,
+    units_of_leaf,
+    units_of_rows,
 )
+from octavo.kernels.split_attention.triton_partials import LOG2E, add, empty, finish, leave
 
 
-@triton.jit(do_not_specialize=["num_slots", "num_rows", "line_groups", "stride_table"])
+@triton.jit(do_not_specialize=["num_slots", "num_rows", "line_places", "stride_table"])
 def split_kernel(
     q,
     k_cache,
@@ -55,7 +37,7 @@ def split_kernel(
     soft_cap,  # times log2(e)
     num_slots,
     num_rows,
-    line_groups,
+    line_places,
     stride_qr,
     stride_qh,
     stride_table,
@@ -73,6 +55,8 @@ def split_kernel(
     SOFT_CAP: tl.constexpr,
     SINKS: tl.constexpr,
     FIXED: tl.constexpr,
+    LEAF_TOKENS: tl.constexpr,
+    MAX_LEAVES: tl.constexpr,
     FOLD: tl.constexpr,
     UNCUT: tl.constexpr,
     DEPENDENT: tl.constexpr,  # launched before the kernel in front of it has ended
@@ -84,17 +68,17 @@ def split_kernel(
     BLOCK_ROWS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Grid: (shares,). See the module's docstring."""
+    """Grid: (shares,). A block walks through the segments of its share."""
     if EARLY:
         gdc_launch_dependents()
     row_ids = tl.arange(0, BLOCK_ROWS)
-    units = _units_of_rows(seq_lens, row_ids, num_rows, UNIT, WINDOW)
+    units = units_of_rows(seq_lens, row_ids, num_rows, UNIT, WINDOW)
     row_ends = tl.cumsum(units, 0) * NUM_KV_HEADS
     total = tl.sum(units, 0) * NUM_KV_HEADS
     share = tl.program_id(0)
     shares = tl.minimum(tl.num_programs(0), total)
-    unit = tl.minimum(_cut(share, total, shares), total)
-    share_end = tl.minimum(_cut(share + 1, total, shares), total)
+    unit = tl.minimum(start_of_share(share, total, shares), total)
+    share_end = tl.minimum(start_of_share(share + 1, total, shares), total)
     longest_uncut = total // (num_slots * UNCUT)
 
     g = tl.arange(0, BLOCK_G)
@@ -105,37 +89,49 @@ def split_kernel(
         row = tl.sum((row_ends <= unit).to(tl.int32), 0)
         row_start = tl.max(tl.where(row_ends <= unit, row_ends, 0), 0)
         seq_len = tl.load(seq_lens + row)
-        visible_from, first_unit, line_units = _line(seq_len, UNIT, WINDOW)
+        visible_from, first_unit, line_units = line_of(seq_len, UNIT, WINDOW)
         head = (unit - row_start) // line_units
         line_start = row_start + head * line_units
         begin = unit - line_start
         end = tl.minimum(line_units, share_end - line_start)
-        if not FIXED:
+        if FIXED:
+            unit = line_start + end
+            leaf_units = units_of_leaf(seq_len, UNIT, WINDOW, LEAF_TOKENS, MAX_LEAVES)
+            begin = nearest_leaf(begin, first_unit, line_units, leaf_units)
+            end = nearest_leaf(end, first_unit, line_units, leaf_units)
+            first_group = first_unit // leaf_units // FOLD
+            last_group = (first_unit + line_units - 1) // leaf_units // FOLD
+            finished_here = (begin == 0) & (end == line_units) & (first_group == last_group)
+            line_place = (row * NUM_KV_HEADS + head) * line_places - first_group * FOLD
+            leaf = (first_unit + begin) // leaf_units
+            leaf_end = (leaf + 1) * leaf_units * UNIT
+        else:
+            # A share's second place is for the line that it ends in, its first for the line that
+            # it begins in.
+            place = 2 * share + (begin == 0)
             uncut = line_units <= longest_uncut
             end = tl.where(uncut, line_units, end)
-            read_before = uncut & (begin > 0)
-        finished_here = (begin == 0) & (end == line_units)
-        if FIXED:
-            last_unit = first_unit + line_units - 1
-            finished_here &= first_unit // FOLD == last_unit // FOLD
+            unit = line_start + end
+            finished_here = (begin == 0) & (end == line_units)
+            end = tl.where(uncut & (begin > 0), begin, end)  # read before
 
         # From here on in keys: the segment is [start, stop).
         start = tl.maximum(visible_from, (first_unit + begin) * UNIT)
         stop = tl.minimum(seq_len, (first_unit + end) * UNIT)
-        if not FIXED:
-            stop = tl.where(read_before, start, stop)
         heads = head * GROUP + g
         row64 = row.to(tl.int64)
         table = block_table + row64 * stride_table
         k_head = k_cache + head.to(tl.int64) * K_STRIDES[2]
         v_head = v_cache + head.to(tl.int64) * V_STRIDES[2]
         # Block ids are fetched one tile ahead, or no K/V could be in flight while another tile is
-        # worked on.
+        # worked on. Past its ends the segment's first and last key are read again: cheaper than a
+        # mask for each row, and as safe.
         first_tile = start // TOKENS * TOKENS  # a window begins anywhere
-        keys = first_tile + t
-        block = tl.load(
-            table + block_of(keys, BLOCK_SIZE), mask=(keys >= start) & (keys < stop), other=0
-        )
+        last_block = block_of(stop - 1, BLOCK_SIZE)
+        entry = tl.minimum(block_of(first_tile + t, BLOCK_SIZE), last_block)
+        if WINDOW:
+            entry = tl.maximum(entry, block_of(start, BLOCK_SIZE))
+        block = tl.load(table + entry, mask=start < stop, other=0)
         if DEPENDENT:
             gdc_wait()  # for queries, keys and values; there is no waiting after the first time
         query = tl.load(
@@ -146,308 +142,90 @@ def split_kernel(
         if WIDEN:
             query = query.to(tl.float32)
         m, l, acc = empty(BLOCK_G, BLOCK_DV)
-        group_m, group_l, group_acc = empty(BLOCK_G, BLOCK_DV)
+        # The sum of the weights, still apart for each place in a tile: to add them up takes all
+        # warps, and once is enough.
+        sums = tl.zeros([BLOCK_G, TOKENS], tl.float32)
+        if FIXED:
+            group_m, group_l, group_acc = empty(BLOCK_G, BLOCK_DV)
         for position in range(first_tile, stop, TOKENS):
             keys = position + t
             valid = keys < stop
+            nearest = tl.minimum(keys, stop - 1)
             if WINDOW:
                 valid &= keys >= start
-            slot = slot_of(keys, BLOCK_SIZE)
+                nearest = tl.maximum(nearest, start)
+            slot = slot_of(nearest, BLOCK_SIZE)
             block64 = block.to(tl.int64)
             k = tl.load(
                 k_head + (block64 * K_STRIDES[0] + slot * K_STRIDES[1])[:, None] + d[None, :],
-                mask=valid[:, None] & (d < HEAD_DIM)[None, :],
+                mask=(d < HEAD_DIM)[None, :],
                 other=0.0,
             )
             v = tl.load(
                 v_head + (block64 * V_STRIDES[0] + slot * V_STRIDES[1])[:, None] + dv[None, :],
-                mask=valid[:, None] & (dv < V_HEAD_DIM)[None, :],
+                mask=(dv < V_HEAD_DIM)[None, :],
                 other=0.0,
             )
             ahead = keys + TOKENS
-            block = tl.load(table + block_of(ahead, BLOCK_SIZE), mask=ahead < stop, other=0)
+            block = tl.load(table + tl.minimum(block_of(ahead, BLOCK_SIZE), last_block))
             if WIDEN:
                 k = k.to(tl.float32)
                 v = v.to(tl.float32)
-            scores = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
+            scores = tl.dot(query, tl.trans(k), input_precision="ieee")
+            # The scale is applied where the maximum is taken off, in one instruction.
+            factor = scale
             if SOFT_CAP:
-                scores = cap_scores(scores, soft_cap)
+                scores = cap_scores(scores * scale, soft_cap)
+                factor = 1.0
             scores = tl.where(valid[None, :], scores, float("-inf"))
-            new_m = tl.maximum(m, tl.max(scores, 1))
+            new_m = tl.maximum(m, tl.max(scores, 1) * factor)
             discount = tl.exp2(m - new_m)
-            weights = tl.exp2(scores - new_m[:, None])
-            l = l * discount + tl.sum(weights, 1)
+            weights = tl.exp2(scores * factor - new_m[:, None])
+            sums = sums * discount[:, None] + weights
             acc = acc * discount[:, None]
             acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
             m = new_m
             if FIXED:  # noqa: SIM102 (known when compiled)
-                if ((position + TOKENS) % UNIT == 0) | (position + TOKENS >= stop):
+                if (position + TOKENS == leaf_end) & (leaf_end < stop):
+                    l = tl.sum(sums, 1)
+                    sums = tl.zeros([BLOCK_G, TOKENS], tl.float32)
                     group_m, group_l, group_acc = add(group_m, group_l, group_acc, m, l, acc)
                     m, l, acc = empty(BLOCK_G, BLOCK_DV)
-                    leaf = position // UNIT
-                    first, last = _leaves_of_group(leaf // FOLD, first_unit, line_units, FOLD)
-                    whole = (first >= begin) & (last < end)
-                    if (leaf == first_unit + last) | (whole == 0):  # noqa: SIM102
-                        if finished_here == 0:
-                            line = row * NUM_KV_HEADS + head
-                            place = line * line_groups + leaf // FOLD
-                            place -= first_unit // FOLD
-                            if whole == 0:
-                                owner = _share_of(line_start + first, total, shares)
-                                lines = num_rows * NUM_KV_HEADS
-                                place = _place_of_cut_group(owner, lines, line_groups, FOLD)
-                                place += leaf % FOLD
-                            leave(
-                                (part_out, part_m, part_l),
-                                place * GROUP + g,
-                                (group_m, group_l, group_acc),
-                                g < GROUP,
-                                dv,
-                                V_HEAD_DIM,
-                            )
-                            group_m, group_l, group_acc = empty(BLOCK_G, BLOCK_DV)
+                    whole = _is_whole(
+                        leaf // FOLD, begin, end, first_unit, line_units, leaf_units, FOLD
+                    )
+                    if ((leaf + 1) % FOLD == 0) | (whole == 0):
+                        place = line_place + tl.where(whole, leaf // FOLD * FOLD, leaf)
+                        parts = (part_out, part_m, part_l)
+                        partial = (group_m, group_l, group_acc)
+                        leave(parts, place * GROUP + g, partial, g < GROUP, dv, V_HEAD_DIM)
+                        group_m, group_l, group_acc = empty(BLOCK_G, BLOCK_DV)
+                    leaf += 1
+                    leaf_end += leaf_units * UNIT
 
+        l = tl.sum(sums, 1)
         if FIXED:
-            m, l, acc = group_m, group_l, group_acc
+            m, l, acc = add(group_m, group_l, group_acc, m, l, acc)
+            whole = _is_whole(leaf // FOLD, begin, end, first_unit, line_units, leaf_units, FOLD)
+            place = line_place + tl.where(whole, leaf // FOLD * FOLD, leaf)
         if finished_here:
             outs = out + row64 * stride_or + heads * stride_oh
             lses = lse + row64 * (NUM_KV_HEADS * GROUP) + heads
             finish(acc, m, l, sinks, heads, outs, lses, g < GROUP, dv, V_HEAD_DIM, SINKS)
-        elif not FIXED:  # noqa: SIM102 (known when compiled)
-            if read_before == 0:
-                place = 2 * share + (begin == 0)
-                parts = (part_out, part_m, part_l)
-                leave(parts, place * GROUP + g, (m, l, acc), g < GROUP, dv, V_HEAD_DIM)
-        unit = line_start + end
+        elif begin < end:
+            parts = (part_out, part_m, part_l)
+            leave(parts, place * GROUP + g, (m, l, acc), g < GROUP, dv, V_HEAD_DIM)
     if DEPENDENT:
         gdc_wait()  # in every block, or this kernel could end before the one it follows
 
 
-@triton.jit(do_not_specialize=["max_shares", "num_slots", "num_rows", "line_groups"])
-def merge_kernel(
-    seq_lens,
-    sinks,
-    out,
-    lse,
-    part_out,
-    part_m,
-    part_l,
-    max_shares,
-    num_slots,
-    num_rows,
-    line_groups,
-    stride_or,
-    stride_oh,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    V_HEAD_DIM: tl.constexpr,
-    UNIT: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SINKS: tl.constexpr,
-    FIXED: tl.constexpr,
-    FOLD: tl.constexpr,
-    UNCUT: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    FEW: tl.constexpr,
-    FEW_COLUMNS: tl.constexpr,
-    PARTIALS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """Grid: (R, H, blocks). The merge of ``attention/merge.py`` for a query head whose line no
-    block has finished: its partials in the order of their keys, ``PARTIALS`` of them at a time,
-    ``COLUMNS`` columns at a time. The blocks of a head share out its columns. Where there are at
-    most ``FEW`` partials, ``FEW`` and ``FEW_COLUMNS`` take the place of the other two."""
-    if EARLY:
-        gdc_launch_dependents()
-    row_ids = tl.arange(0, BLOCK_ROWS)
-    row = tl.program_id(0)
-    query_head = tl.program_id(1)
-    kv_head = query_head // GROUP
-    units = _units_of_rows(seq_lens, row_ids, num_rows, UNIT, WINDOW)
-    total = tl.sum(units, 0) * NUM_KV_HEADS
-    shares = tl.minimum(max_shares, total)
-    row_start = tl.sum(tl.where(row_ids < row, units, 0), 0) * NUM_KV_HEADS
-    _, first_unit, line_units = _line(tl.load(seq_lens + row), UNIT, WINDOW)
-    line_start = row_start + kv_head * line_units
-    first_share = _share_of(line_start, total, shares)
-    cut = line_start + line_units > _cut(first_share + 1, total, shares)
-    if FIXED:
-        count = (first_unit + line_units - 1) // FOLD - first_unit // FOLD + 1
-        left = cut | (count > 1)
-    else:
-        count = _share_of(line_start + line_units - 1, total, shares) - first_share + 1
-        left = cut & (line_units > total // (num_slots * UNCUT))
-    if left:
-        parts = (part_out, part_m, part_l)
-        outputs = (out, lse, sinks, stride_or, stride_oh)
-        line = (row, query_head, line_start, first_unit, line_units, first_share, cut, count)
-        step = (num_rows, total, shares, line_groups)
-        if FEW:  # noqa: SIM102 (known when compiled)
-            if count <= FEW:
-                _merge_line(
-                    parts,
-                    outputs,
-                    line,
-                    step,
-                    NUM_KV_HEADS,
-                    GROUP,
-                    V_HEAD_DIM,
-                    SINKS,
-                    FIXED,
-                    FOLD,
-                    FEW,
-                    FEW_COLUMNS,
-                    EARLY,
-                )
-        if count > FEW:
-            _merge_line(
-                parts,
-                outputs,
-                line,
-                step,
-                NUM_KV_HEADS,
-                GROUP,
-                V_HEAD_DIM,
-                SINKS,
-                FIXED,
-                FOLD,
-                PARTIALS,
-                COLUMNS,
-                EARLY,
-            )
-    if EARLY:
-        gdc_wait()  # in every block, or this kernel could end before the one it follows
-
-
 @triton.jit
-def _merge_line(
-    parts,
-    outputs,
-    line,
-    step,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    V_HEAD_DIM: tl.constexpr,
-    SINKS: tl.constexpr,
-    FIXED: tl.constexpr,
-    FOLD: tl.constexpr,
-    PARTIALS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """Merge a query head's partials, for this block's part of the columns, and finish."""
-    row, query_head, line_start, first_unit, line_units, first_share, cut, count = line
-    out, lse, sinks, stride_or, stride_oh = outputs
-    head_of_group = query_head % GROUP
-    first_column = tl.program_id(2) * COLUMNS
-    for column in range(first_column, V_HEAD_DIM, tl.num_programs(2) * COLUMNS):
-        dv = column + tl.arange(0, COLUMNS)
-        m, l, acc = empty(1, COLUMNS)
-        for i in range(0, count, PARTIALS):
-            s = i + tl.arange(0, PARTIALS)
-            there = s < count
-            if FIXED:
-                num_rows, total, shares, line_groups = step
-                place = (row * NUM_KV_HEADS + query_head // GROUP) * line_groups + s
-                if cut:
-                    group = first_unit // FOLD + s
-                    first, last = _leaves_of_group(group, first_unit, line_units, FOLD)
-                    owner = _share_of(line_start + first, total, shares)
-                    whole = line_start + last < _cut(owner + 1, total, shares)
-                    lines = num_rows * NUM_KV_HEADS
-                    leaf_0 = _place_of_cut_group(owner, lines, line_groups, FOLD)
-                    place = tl.where(whole, place, leaf_0)
-                    if EARLY:
-                        gdc_wait()
-                    # All loads are on their way before the first sum waits for one.
-                    leaves = ()
-                    for leaf in tl.static_range(FOLD):
-                        nth = group * FOLD + leaf - first_unit
-                        wanted = (nth >= first) & (nth <= last) & (whole == 0)
-                        if leaf == 0:
-                            wanted |= whole
-                        part = (place + leaf) * GROUP + head_of_group
-                        leaves += (take(parts, part, there & wanted, dv, V_HEAD_DIM),)
-                    part_max, part_sum, values = leaves[0]
-                    for leaf in tl.static_range(1, FOLD):
-                        part_max, part_sum, values = add(part_max, part_sum, values, *leaves[leaf])
-                else:
-                    if EARLY:
-                        gdc_wait()
-                    part = place * GROUP + head_of_group
-                    part_max, part_sum, values = take(parts, part, there, dv, V_HEAD_DIM)
-            else:
-                # A share's second place is for the line that it ends in, its first for the line
-                # that it begins in.
-                place = 2 * (first_share + s) + (s == 0)
-                part = place * GROUP + head_of_group
-                if EARLY:
-                    gdc_wait()
-                part_max, part_sum, values = take(parts, part, there, dv, V_HEAD_DIM)
-            new_m = tl.maximum(m, tl.max(part_max, 0))
-            yardstick = tl.where(new_m == float("-inf"), 0.0, new_m)
-            weights = tl.exp2(part_max - yardstick)
-            discount = tl.exp2(m - yardstick)
-            l = tl.fma(l, discount, tl.sum(part_sum * weights, 0))
-            acc = tl.fma(acc, discount[:, None], tl.sum(values * weights[:, None], 0)[None, :])
-            m = new_m
-        heads = query_head + tl.arange(0, 1)
-        outs = out + row.to(tl.int64) * stride_or + heads * stride_oh
-        # Every block of a head writes the same ``lse``.
-        lses = lse + row.to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads
-        finish(acc, m, l, sinks, heads, outs, lses, heads >= 0, dv, V_HEAD_DIM, SINKS)
-
-
-# Who reads what: lines, shares, leaves and groups.
-
-
-@triton.jit
-def _line(seq_len, UNIT: tl.constexpr, WINDOW: tl.constexpr):
-    """The first visible key of a row, the unit it lies in, and the row's number of units: at
-    least one, so that an empty row also has a block that writes its zeros."""
-    visible_from = tl.maximum(seq_len - WINDOW, 0) if WINDOW else seq_len * 0
-    first_unit = visible_from // UNIT
-    return visible_from, first_unit, tl.maximum(tl.cdiv(seq_len, UNIT) - first_unit, 1)
-
-
-@triton.jit
-def _units_of_rows(seq_lens, row_ids, num_rows, UNIT: tl.constexpr, WINDOW: tl.constexpr):
-    lens = tl.load(seq_lens + row_ids, mask=row_ids < num_rows, other=0)
-    _, _, units = _line(lens, UNIT, WINDOW)
-    return tl.where(row_ids < num_rows, units, 0)
-
-
-@triton.jit
-def _cut(i, total, shares):
-    """``i * total // shares``, in 32 bits where ``shares`` has 15: a 64-bit division takes
-    hundreds of cycles, and no key is on its way before."""
-    odd = (i * (total % shares)).to(tl.uint32) // shares.to(tl.uint32)
-    return i * (total // shares) + odd.to(tl.int32)
-
-
-@triton.jit
-def _share_of(unit, total, shares):
-    """The share that holds a unit: the last ``i`` with ``_cut(i) <= unit``. A guess in fp32, taken
-    from the middle of the unit, is at most one off."""
-    guess = (unit.to(tl.float32) + 0.5) * (shares.to(tl.float32) / total.to(tl.float32))
-    share = tl.minimum(guess.to(tl.int32), shares - 1)
-    share -= (_cut(share, total, shares) > unit).to(tl.int32)
-    return share + (_cut(share + 1, total, shares) <= unit).to(tl.int32)
-
-
-@triton.jit
-def _leaves_of_group(group, first_leaf, line_leaves, FOLD: tl.constexpr):
-    """The first and the last leaf of a line that belong to a group, counted within the line."""
-    first = tl.maximum(group * FOLD - first_leaf, 0)
-    return first, tl.minimum(group * FOLD + FOLD - first_leaf, line_leaves) - 1
-
-
-@triton.jit
-def _place_of_cut_group(owner, num_lines, line_groups, FOLD: tl.constexpr):
-    """The place of leaf 0 of a group that a share's end cuts: behind the places of all whole
-    groups, by the share that the group begins in. No other group is cut by that share's end."""
-    return num_lines * line_groups + owner * FOLD
+def _is_whole(group, begin, end, first_unit, line_units, leaf_units, FOLD: tl.constexpr):
+    """Whether all of a group's part of the line lies in the segment [begin, end)."""
+    group_units = leaf_units * FOLD
+    start = tl.maximum(group * group_units - first_unit, 0)
+    stop = tl.minimum((group + 1) * group_units - first_unit, line_units)
+    return (begin <= start) & (stop <= end)
 
 
 # Scores and keys.

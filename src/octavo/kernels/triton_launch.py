@@ -1,0 +1,72 @@
+"""What the launching functions of our Triton kernels share: what the device can do, and what
+kernels of paged attention are compiled for."""
+
+from __future__ import annotations
+
+import math
+import os
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from octavo.attention.spec import AttentionSpec
+
+# Triton's interpreter multiplies the raw bits of bf16 operands (3.6 to 3.9).
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@cache
+def dependent_launches() -> bool:
+    """Whether a kernel can start before the one in front of it has ended: on NVIDIA GPUs from
+    Hopper on."""
+    return (
+        not INTERPRETED
+        and torch.version.cuda is not None
+        and torch.cuda.get_device_capability() >= (9, 0)
+    )
+
+
+def padded(side: int) -> int:
+    """Blocks are powers of two, and a dot's sides at least 16."""
+    return max(16, int(triton.next_power_of_2(side)))
+
+
+def outputs(
+    spec: AttentionSpec, q: Tensor, out: Tensor | None, lse: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """``out`` [T, H, Dv] in q's dtype and ``lse`` [T, H] fp32, made where they are not given."""
+    if out is None:
+        out = q.new_empty(*q.shape[:2], spec.v_head_dim)
+    if lse is None:
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    return out, lse
+
+
+def in_base_2(spec: AttentionSpec) -> tuple[float, float]:
+    """The scale and the soft cap (0 for none) of scores that ``exp2`` is taken of."""
+    return spec.scale * math.log2(math.e), (spec.soft_cap or 0.0) * math.log2(math.e)
+
+
+def attention_constants(
+    spec: AttentionSpec, q: Tensor, k_cache: Tensor, v_cache: Tensor, num_rows: int
+) -> dict[str, Any]:
+    """What decode and prefill are both compiled for."""
+    return {
+        "K_STRIDES": k_cache.stride()[:3],
+        "V_STRIDES": v_cache.stride()[:3],
+        "NUM_KV_HEADS": spec.num_kv_heads,
+        "GROUP": spec.num_heads // spec.num_kv_heads,
+        "HEAD_DIM": spec.head_dim,
+        "V_HEAD_DIM": spec.v_head_dim,
+        "BLOCK_SIZE": spec.block_size,
+        "WINDOW": spec.window or 0,
+        "SOFT_CAP": spec.soft_cap is not None,
+        "SINKS": spec.has_sinks,
+        "BLOCK_D": padded(spec.head_dim),
+        "BLOCK_DV": padded(spec.v_head_dim),
+        "BLOCK_ROWS": padded(num_rows),
+        "WIDEN": INTERPRETED and q.dtype == torch.bfloat16,
+    }
