@@ -8,6 +8,7 @@ and llvmlite, and the CPU; a user's ``NUMBA_CACHE_DIR`` goes first.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Callable
 from functools import cache
@@ -19,6 +20,7 @@ import llvmlite.binding
 import numba
 import platformdirs
 
+logger = logging.getLogger(__name__)
 config: Any = numba.config  # mypy sees none of its names
 
 
@@ -36,6 +38,8 @@ def cache_works() -> bool:
     if config.CACHE_DIR:
         return True
     folder = platformdirs.user_cache_path("octavo") / "numba" / _key()
+    if not folder.exists():
+        logger.warning("octavo: compiling kernels for this CPU, once: some 15 s")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:

@@ -109,6 +109,7 @@ def _maker(element: Any, kind: Any) -> Callable[..., Any]:
 float32s = _maker(types.float32, np.float32)
 int64s = _maker(types.int64, np.int64)
 int32s = _maker(types.int32, np.int32)
+uint32s = _maker(types.uint32, np.uint32)
 uint16s = _maker(types.uint16, np.uint16)  # bfloat16, float16
 uint8s = _maker(types.uint8, np.uint8)
 int8s = _maker(types.int8, np.int8)

@@ -93,13 +93,18 @@ class Team:
             os.sched_setaffinity(0, self._cpus)
 
 
+def team(num_threads: int | None = None) -> Team:
+    """The process's own team of so many threads, or as many as cores are granted; begun at the
+    first call."""
+    return _team(num_threads or granted_cores())
+
+
 @cache
-def team() -> Team:
-    """The process's own team, of as many threads as cores are granted; begun at the first call."""
-    return Team(granted_cores())
+def _team(num_threads: int) -> Team:
+    return Team(num_threads)
 
 
-os.register_at_fork(after_in_child=team.cache_clear)  # a child inherits none of the threads
+os.register_at_fork(after_in_child=_team.cache_clear)  # a child inherits none of the threads
 
 
 @jit

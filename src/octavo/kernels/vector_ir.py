@@ -141,3 +141,66 @@ def tree(combine: Callable[[Value, Value], Value], values: Sequence[Value]) -> V
         pairs = [combine(x, y) for x, y in zip(values[::2], values[1::2], strict=False)]
         values = pairs + list(values[len(pairs) * 2 :])
     return values[0]
+
+
+def fill(element: Any, value: float, lanes: int) -> Value:
+    """A constant vector of one value."""
+    return ir.Constant(vector(element, lanes), [value] * lanes)
+
+
+def load_vector(b: Builder, address: Value, offset: int, kind: Any) -> Value:
+    """A vector of type ``kind``, ``offset`` bytes from an address of any alignment."""
+    return b.load(pointer(b, address, offset, kind), align=1)
+
+
+def exp_below_88(b: Builder, x: Value) -> Value:
+    """``exp(x)`` to 2e-7 of its value, quicker than :func:`exp`: for x below 88 (or NaN, which
+    stays one). Below -87 it is exp(-87), about 1e-38."""
+    lanes = x.type.count
+    lowest, magic = constant(-87.0, lanes), constant(1.5 * 2**23, lanes)
+    x = b.select(b.fcmp_ordered("<", x, lowest), lowest, x)
+    # Adding 1.5 * 2**23 rounds to whole numbers and leaves them in the last bits.
+    rounded = fma(b, x, constant(1 / math.log(2), lanes), magic)
+    rest = fma(b, x, constant(1 / math.log(2), lanes), b.fsub(magic, rounded))
+    result = constant(math.log(2) ** 6 / math.factorial(6), lanes)
+    for order in range(5, -1, -1):
+        result = fma(b, result, rest, constant(math.log(2) ** order / math.factorial(order), lanes))
+    exponent = b.add(b.bitcast(rounded, vector(I32, lanes)), fill(I32, 127, lanes))
+    scale = b.bitcast(b.shl(exponent, fill(I32, 23, lanes)), vector(F32, lanes))
+    return b.fmul(result, scale)
+
+
+def unpack(b: Builder, words: Value, size: int) -> list[Value]:
+    """The numbers packed into 32-bit words, lowest bits first, as float32 vectors: ``size`` is
+    that of a number in bytes, 4 (float32), 2 (bfloat16) or 1 (int8)."""
+    lanes = words.type.count
+    floats = vector(F32, lanes)
+    if size == 4:
+        return [b.bitcast(words, floats)]
+    if size == 2:
+        high = b.and_(words, fill(I32, -(1 << 16), lanes))
+        return [b.bitcast(b.shl(words, fill(I32, 16, lanes)), floats), b.bitcast(high, floats)]
+    raised = [b.shl(words, fill(I32, 24 - 8 * i, lanes)) for i in range(3)] + [words]
+    return [b.sitofp(b.ashr(x, fill(I32, 24, lanes)), floats) for x in raised]
+
+
+def stack(b: Builder, nbytes: int) -> Value:
+    """The address of memory at a cache line that lasts until the function returns, not cleared
+    (``alloca_once`` would clear it, for which LLVM takes a second to find nothing better)."""
+    with b.goto_entry_block():
+        memory = b.alloca(ir.ArrayType(ir.IntType(8), nbytes))
+    memory.align = 64
+    return b.ptrtoint(memory, I64)
+
+
+def soft_cap(b: Builder, x: Value, cap: Value) -> Value:
+    """``cap * tanh(x / cap)``, of a vector and a number."""
+    lanes = x.type.count
+    cap = broadcast(b, cap, lanes)
+    one, two = constant(1.0, lanes), constant(2.0, lanes)
+    e = exp(b, b.fdiv(b.fmul(two, x), cap))  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
+    return b.fmul(cap, b.fsub(one, b.fdiv(two, b.fadd(e, one))))
+
+
+def store_scalar(b: Builder, value: Value, address: Value) -> None:
+    b.store(value, pointer(b, address, 0, value.type), align=4)

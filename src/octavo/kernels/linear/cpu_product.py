@@ -1,0 +1,299 @@
+"""The inner product of a few blocks of rows and a tile of tokens, as LLVM IR.
+
+Both modes go through the columns once. Weights are unpacked into registers, then the tokens pass
+by one after another; their sums lie in the first-level cache, ``[token, 2 blocks, 16 rows]``
+float32. So one token and a whole prefill chunk are the same code and the same order of additions.
+
+In ``q8`` a group's sum of integers s becomes ``scale * (s - offset * sum(x))``, rounded once, at
+every level. Where one FMA can do it, the integers are added to the bits of the float32 1.5 * 2**23:
+as long as they stay below 2**22, the result read as a float32 is that number plus s, and
+``fma(result, scale, -1.5 * 2**23 * scale)`` is the product, without a conversion. For this the last
+addend must be exact, hence scales of at most 21 bits; those of the file have less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from octavo.kernels.linear.cpu_dot import Level
+from octavo.kernels.linear.cpu_formats import (
+    FLOAT_BYTES,
+    FORMATS,
+    GROUP,
+    ROWS,
+    PackedFormat,
+    Scales,
+    View,
+    load_floats,
+)
+from octavo.kernels.vector_ir import (
+    F32,
+    I32,
+    I64,
+    Builder,
+    Value,
+    broadcast,
+    call,
+    fill,
+    load_scalar,
+    load_vector,
+    loop,
+    pointer,
+    prefetch,
+    store_vector,
+    vector,
+)
+
+BIAS = 1.5 * 2.0**23
+TOKEN_BYTES = 2 * ROWS * 4  # of a token's sums
+AT_ONCE = 8  # columns whose weights are in registers together, in exact mode
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What is multiplied: addresses and numbers, i64.
+
+    ``blocks``: as many as the level takes together; ``row``: the first row of each that is meant;
+    ``x``: the first token's activations, ``x_stride`` bytes before the next one's; ``ahead``:
+    weights that will be read soon; ``sums``: written.
+    """
+
+    blocks: Sequence[Value]
+    row: Value
+    x: Value
+    x_stride: Value
+    num_tokens: Value
+    num_columns: Value
+    ahead: Value
+    sums: Value
+
+    def sum(self, b: Builder, token: Value, block: int) -> Value:
+        """The address of a token's sums of a block."""
+        offset = b.add(b.mul(token, I64(TOKEN_BYTES)), b.mul(self.row, I64(4)))
+        return b.add(b.add(self.sums, offset), I64(4 * ROWS * block))
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group of columns of one block in registers; ``words`` as unpacked."""
+
+    words: Sequence[Value]
+    scales: Scales
+
+
+def emit_q8(b: Builder, format: PackedFormat, level: Level, tile: Tile) -> None:
+    """Add up the products of quantised activations."""
+    floats = vector(F32, level.lanes)
+    with groups_of(b, format, level, tile) as (groups, activations):
+        weights = [level.prepare(b, group.words, format.bits) for group in groups]
+        biases = [
+            [b.fmul(scale, fill(F32, -BIAS, level.lanes)) for scale in group.scales.scale]
+            for group in groups
+        ]
+        num_parts = len(biases[0])
+        num_words = GROUP // 4 // num_parts
+        with loop(b, I64(0), tile.num_tokens) as token:
+            x = activations(token)
+            words = [_word(b, x.words, t, level.lanes) for t in range(GROUP // 4)]
+
+            def scaled(block: int, part: int, before: Value | None) -> Value:
+                """scale * (sum of products + offset) + before."""
+                mine = slice(num_words * part, num_words * (part + 1))
+                scale = groups[block].scales.scale[part]
+
+                def dot(start: Value) -> Value:
+                    return level.dot(b, weights[block][mine], words[mine], format.bits, start)
+
+                if not level.fused or before is not None:
+                    total = dot(fill(I32, 0, level.lanes))
+                    return scale_sum(b, level, total, x.offsets[part], scale, before)
+                start = fill(F32, BIAS, level.lanes)
+                if x.offsets[part] is not None:
+                    start = b.fadd(start, x.offsets[part])  # exact
+                biased = b.bitcast(dot(b.bitcast(start, vector(I32, level.lanes))), floats)
+                return _fma(b, level, biased, scale, biases[block][part])
+
+            add_group(b, level, tile, token, groups, x, scaled)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """A group of a token's: the address of its int8, its scale, the sum of its int8, and for each
+    part of the group with a scale of its own what an offset of the weights adds, or None."""
+
+    words: Value
+    scale: Value
+    total: Value
+    offsets: Sequence[Value | None]
+
+
+@contextmanager
+def groups_of(
+    b: Builder, format: PackedFormat, level: Level, tile: Tile
+) -> Iterator[tuple[list[Group], Callable[[Value], Activations]]]:
+    """Go through the groups, with the sums cleared before: a group of every block, and a function
+    from token to activations."""
+    with loop(b, I64(0), tile.num_tokens) as token:
+        _clear(b, level, tile, token)
+    offset = 0 if level.signed and format.bits == 8 else format.offset
+    step = _group_bytes(format) * len(tile.blocks)
+    with loop(b, I64(0), b.udiv(tile.num_columns, I64(GROUP))) as group:
+        prefetch(b, b.add(tile.ahead, b.mul(group, I64(step))), step)
+        views = [_view(b, format, level, tile, block, group) for block in tile.blocks]
+        groups = [Group(format.words(view), format.scales(view)) for view in views]
+        x_words = b.add(tile.x, b.mul(group, I64(GROUP)))
+        x_numbers = b.add(b.add(tile.x, tile.num_columns), b.mul(group, I64(16)))
+
+        def activations(token: Value) -> Activations:
+            start = b.mul(token, tile.x_stride)
+            numbers = b.add(x_numbers, start)
+            scale, total, *halves = (_number(b, numbers, i, level.lanes) for i in range(4))
+            totals = [total] if len(groups[0].scales.scale) == 1 else halves
+            offsets = [
+                b.fmul(fill(F32, -offset, level.lanes), each) if offset else None for each in totals
+            ]
+            return Activations(b.add(x_words, start), scale, total, offsets)
+
+        yield groups, activations
+
+
+def scale_sum(
+    b: Builder, level: Level, total: Value, offset: Value | None, scale: Value, before: Value | None
+) -> Value:
+    """scale * (total + offset) + before; ``total`` <lanes x i32>."""
+    result = b.sitofp(total, vector(F32, level.lanes))
+    if offset is not None:
+        result = b.fadd(result, offset)  # exact
+    return b.fmul(result, scale) if before is None else _fma(b, level, result, scale, before)
+
+
+def add_group(
+    b: Builder,
+    level: Level,
+    tile: Tile,
+    token: Value,
+    groups: Sequence[Group],
+    x: Activations,
+    scaled: Callable[[int, int, Value | None], Value],
+) -> None:
+    """Add a group to the sums of a token. ``scaled(block, part, before)`` is the scaled sum of the
+    products of a part of the group, plus what the part before it gave."""
+    for i, group in enumerate(groups):
+        result = None
+        for part in range(len(group.scales.scale)):
+            result = scaled(i, part, result)
+        if group.scales.minimum is not None:
+            result = _fma(b, level, group.scales.minimum, x.total, result)
+        address = tile.sum(b, token, i)
+        before = load_vector(b, address, 0, vector(F32, level.lanes))
+        store_vector(b, _fma(b, level, result, x.scale, before), address, 0)
+
+
+def emit_exact(b: Builder, format: str, level: Level, tile: Tile) -> None:
+    """Add up the products of float32 activations and dequantised weights."""
+    with loop(b, I64(0), tile.num_tokens) as token:
+        _clear(b, level, tile, token)
+    if format in FLOAT_BYTES:
+        _emit_floats(b, format, level, tile)
+        return
+    packed = FORMATS[format]
+    step = _group_bytes(packed) * len(tile.blocks)
+    with loop(b, I64(0), b.udiv(tile.num_columns, I64(GROUP))) as group:
+        prefetch(b, b.add(tile.ahead, b.mul(group, I64(step))), step)
+        views = [_view(b, packed, level, tile, block, group) for block in tile.blocks]
+        weights = [dequantised(packed, view) for view in views]
+        for first in range(0, GROUP, AT_ONCE):
+            columns = [[weight(first + i) for i in range(AT_ONCE)] for weight in weights]
+            start = b.add(b.mul(group, I64(GROUP)), I64(first))
+            _add_columns(b, level, tile, columns, start)
+
+
+def _emit_floats(b: Builder, format: str, level: Level, tile: Tile) -> None:
+    size = FLOAT_BYTES[format]
+    column_bytes = ROWS * size
+    step = column_bytes * len(tile.blocks)
+
+    def add_columns(start: Value, count: int) -> None:
+        offset = b.add(b.mul(start, I64(column_bytes)), b.mul(tile.row, I64(size)))
+        columns = [
+            [
+                load_floats(
+                    b, format, level.fused, b.add(block, offset), i * column_bytes, level.lanes
+                )
+                for i in range(count)
+            ]
+            for block in tile.blocks
+        ]
+        _add_columns(b, level, tile, columns, start)
+
+    whole = b.and_(tile.num_columns, I64(-AT_ONCE))
+    with loop(b, I64(0), whole, step=AT_ONCE) as start:
+        prefetch(b, b.add(tile.ahead, b.mul(start, I64(step))), step * AT_ONCE)
+        add_columns(start, AT_ONCE)
+    with loop(b, whole, tile.num_columns) as start:
+        add_columns(start, 1)
+
+
+def _add_columns(
+    b: Builder, level: Level, tile: Tile, weights: Sequence[Sequence[Value]], start: Value
+) -> None:
+    """Some columns from ``start`` on of all tokens: ``weights`` [block][column]."""
+    x = b.add(tile.x, b.mul(start, I64(4)))
+    with loop(b, I64(0), tile.num_tokens) as token:
+        address = b.add(x, b.mul(token, tile.x_stride))
+        values = [_number(b, address, i, level.lanes) for i in range(len(weights[0]))]
+        for i, columns in enumerate(weights):
+            place = tile.sum(b, token, i)
+            total = load_vector(b, place, 0, vector(F32, level.lanes))
+            for weight, value in zip(columns, values, strict=True):
+                total = _fma(b, level, weight, value, total)
+            store_vector(b, total, place, 0)
+
+
+def dequantised(format: PackedFormat, view: View) -> Callable[[int], Value]:
+    """The weights of a column of the view's group as float32, by the operations of
+    ``checkpoint.quants`` and equal to its result by bits."""
+    b = view.b
+    words, scales = format.words(view), format.scales(view)
+    part = GROUP // len(scales.scale)
+
+    def weight(column: int) -> Value:
+        word = b.lshr(words[column // 4], view.int(8 * (column % 4)))
+        q = b.sub(b.and_(word, view.int(0xFF)), view.int(format.offset))
+        product = b.fmul(view.float(q), scales.scale[column // part])
+        return product if scales.minimum is None else b.fadd(product, scales.minimum)
+
+    return weight
+
+
+def _view(
+    b: Builder, format: PackedFormat, level: Level, tile: Tile, block: Value, group: Value
+) -> View:
+    num_groups = b.udiv(tile.num_columns, I64(GROUP))
+    return View(b, format.fields, block, num_groups, group, tile.row, level.lanes, level.fused)
+
+
+def _clear(b: Builder, level: Level, tile: Tile, token: Value) -> None:
+    for i in range(len(tile.blocks)):
+        store_vector(b, fill(F32, 0.0, level.lanes), tile.sum(b, token, i), 0)
+
+
+def _fma(b: Builder, level: Level, x: Value, y: Value, z: Value) -> Value:
+    """x * y + z, rounded once where the CPU can."""
+    name = "fma" if level.fused else "fmuladd"
+    return call(b, f"llvm.{name}.v{z.type.count}f32", x, y, z)
+
+
+def _word(b: Builder, address: Value, index: int, lanes: int) -> Value:
+    return broadcast(b, b.load(pointer(b, address, 4 * index, I32), align=4), lanes)
+
+
+def _number(b: Builder, address: Value, index: int, lanes: int) -> Value:
+    return broadcast(b, load_scalar(b, address, index), lanes)
+
+
+def _group_bytes(format: PackedFormat) -> int:
+    """Bytes of a group of a block, in whole cache lines."""
+    return -(-format.block_bytes(256) // 8 // 64) * 64

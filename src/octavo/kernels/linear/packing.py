@@ -1,0 +1,141 @@
+"""Weight matrices of a checkpoint, permuted once into blocks of 16 rows."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.checkpoint.quants import Bytes
+from octavo.checkpoint.tensor import WeightTensor
+from octavo.errors import UnsupportedModelError
+from octavo.kernels.linear.cpu_formats import FLOAT_BYTES, FORMATS, GROUP, ROWS
+from octavo.kernels.linear.cpu_pack import pack_op
+from octavo.kernels.program import Program
+from octavo.kernels.team import Team, team
+
+
+@dataclass(frozen=True)
+class PackedLinear:
+    """One or several matrices with the same columns, packed.
+
+    ``format``: a name of ``checkpoint.quants.FORMATS``, or INT8 (int8 with one float32 scale a
+    row). ``rows`` (N) and ``columns`` (K) are without padding; with ``gated`` the rows of gate and
+    of up lie in alternate blocks, and ``rows`` counts both. ``data``: uint8, 64-byte aligned.
+    """
+
+    format: str
+    rows: int
+    columns: int
+    data: Bytes
+    gated: bool = False
+
+    @property
+    def block_bytes(self) -> int:
+        return block_bytes(self.format, self.columns)
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.data) // self.block_bytes
+
+
+def block_bytes(format: str, columns: int) -> int:
+    """Bytes of a packed block of 16 rows."""
+    if format in FLOAT_BYTES:
+        return columns * ROWS * FLOAT_BYTES[format]
+    return FORMATS[format].block_bytes(columns)
+
+
+def pack(
+    tensors: Sequence[WeightTensor],
+    *,
+    int8: bool = False,
+    gated: bool = False,
+    crew: Team | None = None,
+) -> PackedLinear:
+    """Stack matrices ``[N_i, K]`` of one format in order and pack them.
+
+    ``gated``: there are two, gate and up, with the same rows, and they are put together for
+    ``linear(..., activation=...)``. ``int8``: quantise F32, F16 or BF16 to int8, one scale for
+    each row (largest magnitude / 127). ``crew``: by default the process's team. The pages of a
+    mapped file are given back afterwards.
+
+    Raises UnsupportedModelError where the matrices don't go together.
+    """
+    before, columns = tensors[0].format, tensors[0].shape[-1]
+    names = ", ".join(tensor.name for tensor in tensors)
+    if any(t.format != before or t.shape[1:] != (columns,) for t in tensors):
+        shapes = ", ".join(f"{t.format} {list(t.shape)}" for t in tensors)
+        raise UnsupportedModelError(f"{names} can't be stacked: they are {shapes}")
+    if gated and (len(tensors) != 2 or tensors[0].shape != tensors[1].shape):
+        raise UnsupportedModelError(f"{names} are no gate and up matrix of the same shape")
+    after = "INT8" if int8 else before
+    if int8 and before not in FLOAT_BYTES:
+        raise UnsupportedModelError(f"{names}: {before} weights are quantised already")
+    if after not in FLOAT_BYTES and columns % GROUP:
+        raise UnsupportedModelError(
+            f"{names}: {columns} columns don't fill groups of {GROUP}; leave int8 out"
+        )
+    sources = _sources(tensors, gated)
+    nbytes = block_bytes(after, columns)
+    packed = PackedLinear(
+        after,
+        rows=sum(tensor.shape[0] for tensor in tensors),
+        columns=columns,
+        data=aligned_zeros(len(sources) // ROWS * nbytes),
+        gated=gated,
+    )
+    call = pack_op(before, after).bind(
+        sources=sources,
+        target=packed.data,
+        block_bytes=nbytes,
+        num_blocks=len(sources) // ROWS,
+        columns=columns,
+    )
+    (crew or team()).run(Program([call]))
+    for tensor in tensors:
+        release_pages(tensor.stored)
+    return packed
+
+
+def _sources(tensors: Sequence[WeightTensor], gated: bool) -> NDArray[np.int64]:
+    """The address of each packed row in the file, 0 for padding."""
+    parts = []
+    for tensor in tensors:
+        stored = tensor.stored
+        order = np.arange(len(stored)) if tensor.row_order is None else tensor.row_order
+        parts.append(stored.ctypes.data + order.astype(np.int64) * stored.strides[0])
+    if gated:
+        gate, up = (_fill_blocks(part).reshape(-1, ROWS) for part in parts)
+        return np.stack([gate, up], axis=1).reshape(-1)
+    return _fill_blocks(np.concatenate(parts))
+
+
+def _fill_blocks(addresses: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.pad(addresses, (0, -len(addresses) % ROWS))
+
+
+def aligned_zeros(nbytes: int) -> Bytes:
+    """Zeroed memory that begins at a cache line."""
+    memory = np.zeros(nbytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + nbytes]
+
+
+def release_pages(data: Bytes) -> None:
+    """Give back the memory of a mapped file's whole pages; reading brings them again."""
+    whole_file = data
+    while isinstance(whole_file.base, np.ndarray):
+        whole_file = whole_file.base
+    mapping = whole_file.base.obj if isinstance(whole_file.base, memoryview) else None
+    if not isinstance(mapping, mmap.mmap) or not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    page = mmap.PAGESIZE
+    start = data.ctypes.data - whole_file.ctypes.data
+    first = -(-start // page) * page
+    whole = (start + data.nbytes) // page * page - first
+    if whole > 0:
+        mapping.madvise(mmap.MADV_DONTNEED, first, whole)
