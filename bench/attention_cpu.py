@@ -5,8 +5,10 @@
 One query token attends to a history of the given length. Each call reads another part of 256 MB of
 keys and values, as the layers of a model do, so that they come from memory; blocks lie in the
 order in which a fresh pool hands them out (``--shuffled`` for the worst). SDPA gets
-the best it can have: contiguous keys and values, repeated for the query heads by ``enable_gqa``.
-Read bandwidth is measured between the cells, by summing 512 MB with the same threads. A repetition
+the best it can have: contiguous keys and values, repeated for the query heads by ``enable_gqa``
+(bfloat16 ones beside int8, which it doesn't take). Both read numpy's memory, which is in huge
+pages, as the cpu runtime's pools are.
+Read bandwidth is measured between the cells, by summing 256 MB with the same threads. A repetition
 counts as clean when no thread of ours was preempted; the median of the clean ones is shown (of
 all, marked with ``*``, where there are none). Ends with one line of JSON.
 """
@@ -19,6 +21,7 @@ import platform
 import resource
 import time
 from collections.abc import Callable
+from math import prod
 from statistics import median
 
 import numpy as np
@@ -26,9 +29,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from octavo.attention import AttentionBatch, AttentionSpec
-from octavo.attention.backends.cpu import CpuCandidate
-from octavo.kernels.jit import jit
-from octavo.kernels.threads import helpers
+from octavo.attention.backends.cpu import KV_BYTES, CpuCandidate
+from octavo.kernels.read.cpu import Reader
+from octavo.kernels.team import team
 
 SHAPES = ((9, 3, 64), (16, 8, 128))
 POOL_BYTES = 256 << 20
@@ -37,14 +40,14 @@ BLOCK = 16
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--kv-dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--kv-dtype", default="float32", choices=["float32", "bfloat16", "int8"])
     parser.add_argument("--lengths", default="512,1024,4096,16384,65536")
     parser.add_argument("--shuffled", action="store_true")
     parser.add_argument("--seconds", type=float, default=1.5, help="for each figure")
     arguments = parser.parse_args()
-    torch.set_num_threads(helpers().num_threads)
+    torch.set_num_threads(team().num_threads)
     print(
-        f"{cpu_name()}, {helpers().num_threads} threads, torch {torch.__version__}, "
+        f"{cpu_name()}, {team().num_threads} threads, torch {torch.__version__}, "
         f"{arguments.kv_dtype} KV"
     )
     print(
@@ -89,14 +92,14 @@ def measure(
         v_head_dim=head_dim,
         scale=head_dim**-0.5,
     )
-    dtype = getattr(torch, kv_dtype)
-    kv_bytes = 2 * length * kv_heads * head_dim * dtype.itemsize
-    copies = max(2, POOL_BYTES // kv_bytes)
-    blocks = length // BLOCK
     candidate = CpuCandidate()
     backend = candidate.open(spec)
+    blocks = length // BLOCK
+    one = candidate.kv_layout(spec, blocks)
+    kv_bytes = (prod(one.k_shape) + prod(one.v_shape)) * KV_BYTES[kv_dtype]
+    copies = max(2, POOL_BYTES // kv_bytes)
     layout = candidate.kv_layout(spec, copies * blocks)
-    k_cache, v_cache = (torch.randn(shape).to(dtype) for shape in (layout.k_shape, layout.v_shape))
+    k_cache, v_cache = (random_pool(shape, kv_dtype) for shape in (layout.k_shape, layout.v_shape))
     q = torch.randn(1, heads, head_dim)
     ids = np.arange(copies * blocks, dtype=np.int32)
     if shuffled:
@@ -116,8 +119,9 @@ def measure(
     gb_s = kv_bytes * copies / us / 1e3
     read = read_bandwidth(seconds / 2)
     contiguous = (copies, 1, kv_heads, length, head_dim)
-    keys, values = (torch.randn(contiguous).to(dtype) for _ in "kv")
-    query = q.to(dtype)[:, :, None]
+    sdpa_dtype = "bfloat16" if kv_dtype == "int8" else kv_dtype
+    keys, values = (random_pool(contiguous, sdpa_dtype) for _ in "kv")
+    query = q.to(keys.dtype)[:, :, None]
 
     def sdpa() -> None:
         for k, v in zip(keys, values, strict=True):
@@ -140,6 +144,18 @@ def measure(
     }
 
 
+def random_pool(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+    """Random numbers in numpy's memory; of an int8 pool's scales, all are alike."""
+    if dtype == "int8":
+        numbers = np.random.default_rng(0).integers(-127, 128, prod(shape), np.int8)
+        tile = prod(shape[3:])
+        numbers.reshape(-1, tile)[:, -64:] = np.full(16, 0.01, np.float32).view(np.int8)
+        return torch.from_numpy(numbers.reshape(shape))
+    kind = getattr(torch, dtype)
+    pool = torch.from_numpy(np.empty(shape, f"V{kind.itemsize}").view(f"i{kind.itemsize}"))
+    return pool.view(kind).copy_(torch.randn(shape))
+
+
 def timed(call: Callable[[], None], seconds: float) -> tuple[float, bool]:
     """Median microseconds of the repetitions in which we weren't preempted, if there are any."""
     call()
@@ -155,35 +171,11 @@ def timed(call: Callable[[], None], seconds: float) -> tuple[float, bool]:
     return median(clean or every), bool(clean)
 
 
-@jit
-def add_up(numbers, total, thread):  # type: ignore[no-untyped-def]
-    partial = np.int64(0)
-    for number in numbers:
-        partial += number
-    total[thread] = partial
-
-
 def read_bandwidth(seconds: float) -> float:
-    """GB/s of reading 512 MB with every thread."""
-    threads = helpers().num_threads
-    numbers = np.ones((threads, (512 << 20) // 8 // threads), np.int64)
-    total = np.zeros(threads, np.int64)
-    waiting = list(range(threads))
-
-    def part() -> None:
-        while waiting:
-            try:
-                thread = waiting.pop()
-            except IndexError:
-                return
-            add_up(numbers[thread], total, thread)
-
-    def everything() -> None:
-        waiting.extend(range(threads))
-        helpers().run(part)
-
-    us, _ = timed(everything, seconds)
-    return numbers.nbytes / us / 1e3
+    """GB/s of reading 256 MB with every thread."""
+    reader = Reader()
+    us, _ = timed(reader.read, seconds)
+    return reader.numbers.nbytes / us / 1e3
 
 
 def cpu_name() -> str:

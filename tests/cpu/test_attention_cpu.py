@@ -12,7 +12,7 @@ from helpers.attention import fill_pool, make_rows, make_spec, num_blocks, oracl
 from octavo.attention.backends import cpu as cpu_backend
 from octavo.attention.backends.cpu import CpuCandidate
 from octavo.attention.backends.reference import ReferenceCandidate
-from octavo.kernels.threads import Helpers
+from octavo.kernels.team import Team
 
 LENGTHS = [1, 15, 16, 17, 0, 300, 4097]
 SINKS = np.linspace(-1, 3, 6).astype(np.float32)
@@ -132,10 +132,10 @@ assert "torch" not in sys.modules
 def run_with_threads(monkeypatch, threads, spec, rows):
     monkeypatch.setattr(cpu_backend, "SHORT_BYTES", 0)
     backend = CpuCandidate().open(spec)
-    backend._helpers = Helpers(threads)
+    backend._team = Team(threads)
     pool = fill_pool(spec, CpuCandidate().kv_layout(spec, num_blocks(rows)), backend, rows)
     plan = backend.plan(rows.batch)
-    assert plan.helped == (threads > 1)
+    assert plan.team.num_threads == threads
     return backend.run(torch.from_numpy(rows.q), *pool, plan)
 
 
@@ -156,10 +156,11 @@ def test_any_number_of_threads(monkeypatch, mode):
 def test_a_short_step_wakes_nobody():
     spec = make_spec()
     backend = CpuCandidate().open(spec)
-    assert not backend.plan(make_rows(spec, [64]).batch).helped
+    backend._team = Team(2)
     plan = backend.plan(make_rows(spec, [300]).batch)
-    assert not plan.helped
+    assert plan.team.num_threads == 1
     assert plan.splits.num_splits.tolist() == [1]
+    assert backend.plan(make_rows(spec, [3000]).batch).team.num_threads == 2
 
 
 def test_beside_torchs_own_threads(monkeypatch):
@@ -187,32 +188,6 @@ def test_beside_torchs_own_threads(monkeypatch):
         list(several.map(work, range(3), timeout=60))
 
 
-def test_helpers_raise_what_the_work_raises_and_work_on():
-    helpers = Helpers(3)
-
-    def fail():
-        raise ValueError("no")
-
-    for _ in range(50):
-        with pytest.raises(ValueError, match="no"):
-            helpers.run(fail)
-    done = []
-    helpers.run(lambda: done.append(1))
-    assert 1 <= len(done) <= 3
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_starts_its_own_helpers():
-    from octavo.kernels.threads import helpers
-
-    before = helpers()
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if helpers() is not before else 1)
-    assert os.waitpid(child, 0)[1] == 0
-
-
 def test_a_second_process_compiles_nothing(tmp_path):
     """It finds the kernels in the cache folder, which is platformdirs' unless the user says."""
     code = """
@@ -226,11 +201,11 @@ rows = make_rows(spec, [3])
 backend, layout = CpuCandidate().open(spec), CpuCandidate().kv_layout(spec, 3)
 backend.run(rows.q, np.zeros(layout.k_shape, np.float32), np.zeros(layout.v_shape, np.float32),
             backend.plan(rows.batch))
-print(sum(backend._decode.stats.cache_misses.values()))
+print(sum(call.op.compiled.cache_hits for call in backend.plan(rows.batch).calls))
 """
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     environment.pop("NUMBA_CACHE_DIR", None)
-    misses = [
+    hits = [
         subprocess.run(
             [sys.executable, "-c", code],
             check=True,
@@ -240,5 +215,5 @@ print(sum(backend._decode.stats.cache_misses.values()))
         ).stdout.strip()
         for _ in range(2)
     ]
-    assert misses == ["1", "0"]
+    assert hits == ["0", "2"]
     assert list((tmp_path / "octavo" / "numba").glob("*/*/*.nbc"))

@@ -19,14 +19,14 @@ def verdict(selection, phase, name):
     return found.state, found.reason
 
 
-def test_cpu_decodes_and_the_reference_prefills_over_its_layout():
+def test_cpu_serves_both_phases():
     selection = select(PREFILL, DECODE)
-    assert (selection.prefill, selection.decode) == ("reference", "cpu")
+    assert (selection.prefill, selection.decode) == ("cpu", "cpu")
     assert [v.candidate for v in selection.verdicts["decode"]] == list(candidates.ORDER["decode"])
     assert verdict(selection, "decode", "triton") == ("refused", "runs on CUDA GPUs, not on cpu")
     assert verdict(selection, "decode", "cpu") == ("chosen", "the first that can serve")
     assert verdict(selection, "decode", "reference") == ("possible", "cpu comes first")
-    assert selection.kv_layout(5).k_shape == (5, 2, 1, 64, 16)
+    assert selection.kv_layout(5).k_shape == (5, 2, 1, 64, 16, 1)
 
 
 def test_what_the_spec_needs_is_refused_with_a_reason():
@@ -62,7 +62,7 @@ def test_forced():
     selection = select(PREFILL, DECODE, backend="reference")
     assert verdict(selection, "decode", "cpu") == ("off", "--attention-backend reference")
     assert verdict(selection, "decode", "reference")[0] == "chosen"
-    with pytest.raises(ConfigError, match="can't serve decode: block_size 7"):
+    with pytest.raises(ConfigError, match="can't serve prefill: block_size 7"):
         select(make_spec("prefill", block_size=7), make_spec(block_size=7), backend="cpu")
 
 

@@ -153,9 +153,8 @@ def read_bandwidth(device: str, seconds: float = 0.5) -> float:
     else:
         from octavo.kernels.read import cpu
 
-        memory = cpu.make_reader()
-        cpu.read_memory(memory)  # compile
-        work = Workload(lambda i: cpu.read_memory(memory), 1, False, memory.nbytes)
+        memory = cpu.Reader()
+        work = Workload(lambda i: memory.read(), 1, False, memory.numbers.nbytes)
     return work.num_bytes / min(sample_us(work, device, seconds)) / 1e3
 
 

@@ -7,23 +7,24 @@ isn't imported for the latter. Queries are taken in float32, and so is everythin
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from octavo.attention.spec import AttentionBatch, AttentionSpec, KVLayout, Support, Tensor
-from octavo.attention.splits import SplitCost, SplitPlan, plan_splits
+from octavo.attention.splits import SplitPlan
 
-TILE = 16  # tokens of a tile, as in the kernel
-KV_BYTES = {"float32": 4, "bfloat16": 2}
+if TYPE_CHECKING:
+    from octavo.attention.cpu_step import CpuPlan
+    from octavo.kernels.program import Call, Program
+    from octavo.kernels.team import Team
 
-# Measured with 4,096 tokens of float32 in 16 to 64 segments (9/3 heads x 64 and 16/8 x 128, one
-# thread of a Xeon with AVX-512): another segment costs what 7 to 24 tokens take to read.
-COST = SplitCost(min_tokens=128, merge_tokens=16)
-# Below this many bytes of keys and values one thread works alone. Measured on two busy cores only:
-# a second thread saved nothing on 100 us of work, and on 380 us a third at best, nothing at the
-# median. To be measured again on a quiet machine.
+TILE = 16  # tokens, as in kernels/kv_store/cpu.py
+KV_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+
+# Below this many bytes of keys and values one thread works alone. Provisional: measured before the
+# team of threads.
 SHORT_BYTES = 1 << 20
 
 
@@ -32,7 +33,6 @@ class CpuCandidate:
 
     def supports(self, spec: AttentionSpec) -> Support:
         refusals = (
-            (spec.phase != "decode", "has no prefill kernel"),
             (spec.device != "cpu", f"runs on the CPU, not on {spec.device}"),
             (spec.graph, "can't be captured in a CUDA graph"),
             (spec.kv_dtype not in KV_BYTES, f"stores no {spec.kv_dtype} keys and values"),
@@ -49,88 +49,84 @@ class CpuCandidate:
 
     def kv_layout(self, spec: AttentionSpec, num_blocks: int) -> KVLayout:
         tiles = (num_blocks, spec.num_kv_heads, spec.block_size // TILE)
-        return KVLayout(
-            (*tiles, spec.head_dim, TILE),
-            (*tiles, TILE, spec.v_head_dim),
-            "HTDN",
-            "HTND",
-            spec.kv_dtype,
-        )
+        pack = 4 // KV_BYTES[spec.kv_dtype]
+        k_shape: tuple[int, ...]
+        v_shape: tuple[int, ...]
+        if spec.kv_dtype == "int8":  # and the scales of a tile's tokens, 4 bytes each
+            k_shape = (*tiles, spec.head_dim // pack + 1, TILE, pack)
+            v_shape = (*tiles, TILE // pack * spec.v_head_dim + TILE, pack)
+        else:
+            k_shape = (*tiles, spec.head_dim // pack, TILE, pack)
+            v_shape = (*tiles, TILE // pack, spec.v_head_dim, pack)
+        return KVLayout(k_shape, v_shape, "HTDNP", "HTNDP", spec.kv_dtype)
 
     def open(self, spec: AttentionSpec) -> CpuBackend:
         return CpuBackend(spec)
 
 
 @dataclass(frozen=True)
-class CpuPlan:
-    splits: SplitPlan
-    block_table: NDArray[np.int32]  # [R, blocks]
-    segments: NDArray[np.int32]  # [S, 3]: row, start, stop
-    order: NDArray[np.int64]  # [S]: longest first
-    helped: bool  # whether the work is worth waking helpers for
-    part_out: NDArray[np.float32]  # [S, H, Dv]
-    part_m: NDArray[np.float32]  # [S, H]
-    part_l: NDArray[np.float32]  # [S, H]
+class BoundPlan:
+    """A step's plan with the calls that carry it out; a run changes their records."""
+
+    step: CpuPlan
+    calls: tuple[Call, ...]
+    program: Program
+    team: Team
+
+    @property
+    def splits(self) -> SplitPlan:
+        return self.step.splits
 
 
 class CpuBackend:
     """See :class:`octavo.attention.spec.Backend`."""
 
     def __init__(self, spec: AttentionSpec) -> None:
-        from octavo.kernels.split_attention import cpu
-        from octavo.kernels.threads import helpers
+        from octavo.attention import cpu_step
+        from octavo.kernels import program
+        from octavo.kernels.kv_store import cpu as kv_store
+        from octavo.kernels.team import team
 
         self.spec = spec
-        self._kernels = cpu
-        self._decode = cpu.decode_kernel(
-            spec.num_heads // spec.num_kv_heads,
-            spec.head_dim,
-            spec.v_head_dim,
-            KV_BYTES[spec.kv_dtype],
-        )
-        self._helpers = helpers()
+        self._step = cpu_step
+        self._program = program
+        self._kv_store = kv_store
+        self._alone, self._team = team(1), team()
 
-    def plan(self, batch: AttentionBatch, splits: SplitPlan | None = None) -> CpuPlan:
-        """``splits`` cuts elsewhere than the spec's mode would."""
+    def plan(self, batch: AttentionBatch, splits: SplitPlan | None = None) -> BoundPlan:
+        """``splits`` cuts a decode step elsewhere than its spec's mode would."""
         spec = self.spec
         lens = batch.seq_lens if spec.window is None else np.minimum(batch.seq_lens, spec.window)
         token_bytes = (
             spec.num_kv_heads * (spec.head_dim + spec.v_head_dim) * KV_BYTES[spec.kv_dtype]
         )
-        helped = int(lens.sum()) * token_bytes > SHORT_BYTES and self._helpers.num_threads > 1
-        splits = splits or plan_splits(
-            batch.seq_lens,
-            num_kv_heads=spec.num_kv_heads,
-            block_size=spec.block_size,
-            num_cores=self._helpers.num_threads if helped else 1,
-            mode=spec.split_mode,
-            split_tokens=spec.split_tokens,
-            window=spec.window,
-            cost=COST,
+        short = int(lens.sum()) * token_bytes <= SHORT_BYTES
+        team = self._alone if short else self._team
+        step = self._step.CpuPlan(spec, team.num_threads)
+        num_decodes = len(batch.seq_lens) if spec.phase == "decode" else 0
+        step.fill(
+            batch.query_start_loc, batch.seq_lens, num_decodes, batch.block_table, splits=splits
         )
-        rows = np.repeat(np.arange(len(lens), dtype=np.int32), splits.num_splits)
-        segments = np.stack([rows, splits.starts, splits.stops], axis=1)
-        count = len(segments)
-        return CpuPlan(
-            splits,
-            np.ascontiguousarray(batch.block_table),
-            segments,
-            np.argsort(splits.starts - splits.stops, kind="stable"),
-            helped,
-            np.empty((count, spec.num_heads, spec.v_head_dim), np.float32),
-            np.empty((count, spec.num_heads), np.float32),
-            np.empty((count, spec.num_heads), np.float32),
-        )
+        nowhere = np.empty(0, np.float32)
+        places = dict.fromkeys(("q", "out", "lse", "k_cache", "v_cache"), nowhere)
+        calls: tuple[Call, ...]
+        if spec.phase == "decode":
+            calls = self._step.decode_calls(spec, step, **places)
+        else:
+            calls = (self._step.prefill_call(spec, step, **places),)
+        return BoundPlan(step, calls, self._program.Program(calls), team)
 
     def write(
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        self._kernels.store(
-            _float32(k).view(np.uint32),
-            _float32(v).view(np.uint32),
-            _bits(k_cache),
-            _bits(v_cache),
+        self._kv_store.store(
+            _float32(k),
+            _float32(v),
+            _address(k_cache),
+            _address(v_cache),
             _numpy(slot_mapping),
+            self.spec.block_size,
+            KV_BYTES[self.spec.kv_dtype],
         )
 
     def run(
@@ -138,35 +134,21 @@ class CpuBackend:
         q: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
-        plan: CpuPlan,
+        plan: BoundPlan,
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         spec = self.spec
-        next_item = np.zeros(1, np.int64)
-        arguments = (
-            next_item,
-            _float32(q),
-            _numpy(k_cache),
-            _numpy(v_cache),
-            plan.block_table,
-            plan.segments,
-            plan.order,
-            np.float32(spec.scale),
-            np.float32(spec.soft_cap or 0.0),
-            plan.part_out,
-            plan.part_m,
-            plan.part_l,
-        )
-        if plan.helped:
-            self._helpers.run(lambda: self._decode(*arguments))
-        else:
-            self._decode(*arguments)
         out = np.empty((len(q), spec.num_heads, spec.v_head_dim), np.float32)
         lse = np.empty((len(q), spec.num_heads), np.float32)
-        sinks_ = np.empty(0, np.float32) if sinks is None else _float32(sinks)
-        self._kernels.merge(
-            plan.splits.row_start, plan.part_out, plan.part_m, plan.part_l, sinks_, out, lse
-        )
+        arrays = {"q": _float32(q), "out": out, "lse": lse}
+        if sinks is not None:
+            arrays["sinks"] = _float32(sinks)
+        addresses = {name: array.ctypes.data for name, array in arrays.items()}
+        addresses |= {"k_cache": _address(k_cache), "v_cache": _address(v_cache)}
+        for call in plan.calls:
+            for name in addresses.keys() & set(call.op.record.names or ()):
+                call.record[name] = addresses[name]
+        plan.team.run(plan.program)
         if isinstance(q, np.ndarray):
             return out, lse
         import torch
@@ -176,13 +158,32 @@ class CpuBackend:
     def gather(
         self, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, length: int
     ) -> tuple[Tensor, Tensor]:
-        used = _numpy(block_table)[: -(-length // self.spec.block_size)]
-        k = _numpy(k_cache)[used].transpose(0, 2, 4, 1, 3)  # block, tile, lane, head, dim
-        v = _numpy(v_cache)[used].transpose(0, 2, 3, 1, 4)
-        return (
-            _kind_of(k_cache, k.reshape(-1, *k.shape[3:])[:length]),
-            _kind_of(v_cache, v.reshape(-1, *v.shape[3:])[:length]),
-        )
+        """int8 is given back as float32."""
+        spec = self.spec
+        used = _numpy(block_table)[: -(-length // spec.block_size)]
+        k, v = _numpy(k_cache)[used], _numpy(v_cache)[used]
+        if spec.kv_dtype == "int8":
+            k, k_scales = _split_scales(k, spec.head_dim)
+            v, v_scales = _split_scales(v, spec.v_head_dim)
+        pack = 4 // KV_BYTES[spec.kv_dtype]
+        tiles = (len(used), spec.num_kv_heads, spec.block_size // TILE)
+        k = k.reshape(*tiles, spec.head_dim // pack, TILE, pack).transpose(0, 2, 4, 1, 3, 5)
+        v = v.reshape(*tiles, TILE // pack, spec.v_head_dim, pack).transpose(0, 2, 3, 5, 1, 4)
+        k = k.reshape(-1, spec.num_kv_heads, spec.head_dim)[:length]
+        v = v.reshape(-1, spec.num_kv_heads, spec.v_head_dim)[:length]
+        if spec.kv_dtype == "int8":
+            k, v = k * k_scales[:length], v * v_scales[:length]
+        return _kind_of(k_cache, k), _kind_of(v_cache, v)
+
+
+def _split_scales(
+    tiles: NDArray[np.int8], width: int
+) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+    """int8 tiles [blocks, Hkv, tiles, ...] without their scales, and these as [tokens, Hkv, 1]."""
+    flat = tiles.reshape(*tiles.shape[:3], -1)
+    numbers, scales = flat[..., : TILE * width], flat[..., TILE * width :]
+    by_token = np.ascontiguousarray(scales).view(np.float32).transpose(0, 2, 3, 1)
+    return numbers, by_token.reshape(-1, tiles.shape[1], 1)
 
 
 def _numpy(x: Tensor) -> NDArray[Any]:
@@ -213,7 +214,6 @@ def _float32(x: Tensor) -> NDArray[np.float32]:
     return np.ascontiguousarray(x if isinstance(x, np.ndarray) else x.float().numpy(), np.float32)
 
 
-def _bits(x: Tensor) -> NDArray[Any]:
-    """A cache's memory as unsigned integers of its numbers' size."""
-    array = _numpy(x)
-    return array.view(np.uint32) if array.dtype == np.float32 else array
+def _address(x: Tensor) -> int:
+    """Of a contiguous array's first byte."""
+    return x.ctypes.data if isinstance(x, np.ndarray) else x.data_ptr()

@@ -1,14 +1,12 @@
-"""Split-KV decode attention on a CPU: numba around three steps written in LLVM's vector IR.
+"""Split-KV decode attention on a CPU: ops around three steps written in LLVM's vector IR.
 
-The reference is ``reference.split_decode``. The history lies in *tiles* of 16 tokens, the lanes of
-one vector: keys ``[tile, D, 16]``, so that one query element times 16 keys is one instruction, and
-values ``[tile, 16, Dv]``. A block of one KV head is ``block_size / 16`` tiles. All query heads of
-a KV head go together, so each key and value is read once.
+The reference is ``reference.split_decode``; ``kv_store/cpu.py`` says how keys and values lie. All
+query heads of a KV head go together, so each key and value is read once, and all KV heads of a
+token are read one after the other, as they lie: that is what memory likes best.
 
-A work item is one segment of one sequence for one KV head. It goes through its keys in *chunks* of
-four tiles: scores, softmax against the maximum so far, weighted sum of the values. Items write
-partials, and ``merge`` puts them together in segment order: the result doesn't depend on which
-thread did what.
+A work item is one segment of one sequence. It goes through its keys in *chunks* of eight tiles:
+scores, softmax against the maximum so far, weighted sum of the values. Items write partials, and
+``merge`` puts them together in segment order: the result doesn't depend on which thread did what.
 
 LLVM makes of a 16-lane vector what the CPU has: one register of AVX-512, two of AVX2, four of
 NEON. In plain numba loops the compiler can't know that scores and keys don't overlap, so it keeps
@@ -18,95 +16,126 @@ no sum in a register.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import types
+from numba import carray, types
 from numba.extending import intrinsic
 
+from octavo.kernels.attention_plan.cpu import plan_at
 from octavo.kernels.jit import jit
+from octavo.kernels.kv_store.cpu import TILE, tile_bytes
+from octavo.kernels.program import Op, fetch_add, float32s, int32s, int64s, op, uint32s
 from octavo.kernels.vector_ir import (
+    I32,
     I64,
     broadcast,
-    constant,
-    exp,
+    exp_below_88,
     fma,
     larger,
     load,
     load_scalar,
+    load_vector,
     loop,
+    pointer,
     prefetch,
     reduce_max,
     reduce_sum,
+    soft_cap,
+    store_scalar,
     store_vector,
     tree,
+    unpack,
     variable,
+    vector,
     zeros,
 )
 
-LANES = 16  # tokens of a tile
-CHUNK = 64  # tokens from one update of the running maximum to the next
-HEADS_AT_ONCE = 12  # query heads whose sums stay in registers together
-UNROLL = 8  # head_dim must be a multiple of it
+CHUNK = 128  # tokens from one update of the running maximum to the next
+PREFETCH_BYTES = 8192  # how far ahead of what is read memory is asked for
 
 
-# The three steps. Addresses are int64; ``group``, ``head_dim``, ``v_head_dim`` and ``kv_bytes``
-# (4: float32, 2: bfloat16) are known when compiling.
+# The three steps. Addresses are int64; ``group``, ``head_dim``, ``v_head_dim``, ``kv_bytes`` and
+# ``room``, the number of 16-lane sums that fit the registers, are known when compiling.
+# ``tiles`` lists the addresses of tiles in the order in which they are read, token by token (16 at
+# a time) and within it head by head; what is ``ahead`` of one in the list is fetched meanwhile.
 
 
 @intrinsic(prefer_literal=True)
-def tile_scores(typing, queries, keys, ahead, scores, group, head_dim, kv_bytes):
-    """``scores[g, 0:16] = sum_d queries[g, d] * keys[d, 0:16]``, in rows of CHUNK scores.
-
-    Meanwhile the tile of keys at ``ahead`` is fetched."""
+def chunk_scores(
+    typing, queries, tiles, scores, num_tiles, num_kv_heads, ahead, group, head_dim, kv_bytes, room
+):
+    """``scores[h, g, 16 i : 16 i + 16] = sum_d queries[h, g, d] * keys[i, h, d, 0:16]``, in rows
+    of CHUNK scores."""
 
     def emit(context, b, signature, arguments):
-        queries, keys, ahead, scores = arguments[:4]
-        width, size = head_dim.literal_value, kv_bytes.literal_value
-        for heads in _runs(range(group.literal_value), HEADS_AT_ONCE):
-            # One head's sum in several chains: an FMA takes four cycles, and two start in each.
-            chains = max(1, 8 // len(heads))
-            sums = {(g, c): variable(b, zeros(LANES)) for g in heads for c in range(chains)}
-            with loop(b, I64(0), I64(width), step=UNROLL) as d:
-                query = b.add(queries, b.mul(d, I64(4)))
-                offset = b.mul(d, I64(LANES * size))
-                key = b.add(keys, offset)
-                if heads[0] == 0:
-                    prefetch(b, b.add(ahead, offset), UNROLL * LANES * size)
-                for i in range(UNROLL):
-                    key_lanes = load(b, key, i * LANES, LANES, size)
-                    for g in heads:
-                        total = sums[g, i % chains]
-                        element = broadcast(b, load_scalar(b, query, g * width + i), LANES)
-                        b.store(fma(b, element, key_lanes, b.load(total)), total)
-            for g in heads:
-                total = tree(b.fadd, [b.load(sums[g, c]) for c in range(chains)])
-                store_vector(b, total, scores, g * CHUNK)
+        queries, tiles, scores, num_tiles, num_kv_heads, ahead = arguments[:6]
+        heads_of_group, width = group.literal_value, head_dim.literal_value
+        size, sums_at_once = kv_bytes.literal_value, room.literal_value
+        pack = 4 // size
+        unroll = 4 if width // pack % 4 == 0 else 2
+        with loop(b, I64(0), num_tiles) as i, loop(b, I64(0), num_kv_heads) as head:
+            entry = _word(b, tiles, b.add(b.mul(i, num_kv_heads), head))
+            tile, next_tile = _load_i64(b, entry), _load_i64(b, _word(b, entry, ahead))
+            query = b.add(queries, b.mul(head, I64(4 * heads_of_group * width)))
+            row = b.add(
+                b.add(scores, b.mul(i, I64(4 * TILE))),
+                b.mul(head, I64(4 * heads_of_group * CHUNK)),
+            )
+            for heads in _runs(range(heads_of_group), sums_at_once):
+                # One head's sum in several chains: an FMA takes four cycles, and two start in each.
+                chains = max(1, min(8, sums_at_once) // len(heads))
+                sums = {(g, c): variable(b, zeros(TILE)) for g in heads for c in range(chains)}
+                with loop(b, I64(0), I64(width // pack), step=unroll) as word:
+                    line = b.mul(word, I64(4 * TILE))
+                    element = b.add(query, b.mul(word, I64(4 * pack)))
+                    for u in range(unroll):
+                        if heads[0] == 0:
+                            prefetch(b, b.add(next_tile, b.add(line, I64(4 * TILE * u))), 4 * TILE)
+                        keys = unpack(b, _load_words(b, b.add(tile, line), TILE * u, TILE), size)
+                        for j, key in enumerate(keys):
+                            d = u * pack + j
+                            for g in heads:
+                                total = sums[g, d % chains]
+                                q = broadcast(b, load_scalar(b, element, g * width + d), TILE)
+                                b.store(fma(b, q, key, b.load(total)), total)
+                for g in heads:
+                    total = tree(b.fadd, [b.load(sums[g, c]) for c in range(chains)])
+                    if size == 1:
+                        total = b.fmul(total, load(b, tile, TILE * width // 4, TILE, 4))
+                    store_vector(b, total, row, g * CHUNK)
         return context.get_dummy_value()
 
-    return types.void(queries, keys, ahead, scores, group, head_dim, kv_bytes), emit
+    kinds = (queries, tiles, scores, num_tiles, num_kv_heads, ahead)
+    return types.void(*kinds, group, head_dim, kv_bytes, room), emit
 
 
 @intrinsic
-def chunk_softmax(typing, scores, running_max):
+def chunk_softmax(typing, scores, m, l):
     """Replace a CHUNK of scores by ``exp(score - M)``, where ``M`` is the larger of their maximum
-    and ``running_max``; return ``(M, sum)``. A score of -inf gets a weight below 1e-37."""
+    and the running one at ``m``, which it replaces, and bring the running sum at ``l`` up to date;
+    return by what the sum so far has been multiplied. A score of -inf gets a weight of 1e-38."""
 
     def emit(context, b, signature, arguments):
-        scores, running_max = arguments
-        offsets = range(0, CHUNK, LANES)
-        lanes = [load(b, scores, i, LANES, 4) for i in offsets]
-        top = larger(b, running_max, reduce_max(b, tree(lambda x, y: larger(b, x, y), lanes)))
-        top_lanes = broadcast(b, top, LANES)
-        weights = [exp(b, b.fsub(x, top_lanes)) for x in lanes]
+        scores, m, l = arguments
+        offsets = range(0, CHUNK, TILE)
+        lanes = [load(b, scores, i, TILE, 4) for i in offsets]
+        old = load_scalar(b, m, 0)
+        top = larger(b, old, reduce_max(b, tree(lambda x, y: larger(b, x, y), lanes)))
+        top_lanes = broadcast(b, top, TILE)
+        weights = [exp_below_88(b, b.fsub(x, top_lanes)) for x in lanes]
         for i, w in zip(offsets, weights, strict=True):
             store_vector(b, w, scores, i)
-        total = reduce_sum(b, tree(b.fadd, weights))
-        return context.make_tuple(b, signature.return_type, (top, total))
+        discount = exp_below_88(b, broadcast(b, b.fsub(old, top), 4))
+        discount = b.extract_element(discount, I32(0))
+        total = b.fadd(b.fmul(load_scalar(b, l, 0), discount), reduce_sum(b, tree(b.fadd, weights)))
+        store_scalar(b, top, m)
+        store_scalar(b, total, l)
+        return discount
 
-    return types.UniTuple(types.float32, 2)(scores, types.float32), emit
+    return types.float32(scores, m, l), emit
 
 
 @intrinsic
@@ -115,225 +144,314 @@ def chunk_soft_cap(typing, scores, cap):
 
     def emit(context, b, signature, arguments):
         scores, cap = arguments
-        cap = broadcast(b, cap, LANES)
-        one, two = constant(1.0, LANES), constant(2.0, LANES)
-        for i in range(0, CHUNK, LANES):
-            s = load(b, scores, i, LANES, 4)
-            e = exp(b, b.fdiv(b.fmul(two, s), cap))  # tanh(x) = 1 - 2 / (exp(2 x) + 1)
-            store_vector(b, b.fmul(cap, b.fsub(one, b.fdiv(two, b.fadd(e, one)))), scores, i)
+        for i in range(0, CHUNK, TILE):
+            store_vector(b, soft_cap(b, load(b, scores, i, TILE, 4), cap), scores, i)
         return context.get_dummy_value()
 
     return types.void(scores, types.float32), emit
 
 
 @intrinsic(prefer_literal=True)
-def tile_output(typing, weights, values, ahead, out, first, last, group, v_head_dim, kv_bytes):
-    """``out[g, :] += sum_t weights[g, t] * values[t, :]`` over the tile's tokens ``first : last``.
-
-    Other tokens aren't read: what lies there may be NaN, and no weight makes that vanish.
-    Meanwhile the tile of values at ``ahead`` is fetched."""
+def chunk_output(
+    typing, weights, tiles, out, num_tiles, num_kv_heads, ahead, group, v_head_dim, kv_bytes, room
+):
+    """``out[h, g, :] += sum_t weights[h, g, t] * values[t, h, :]`` over whole tiles. Rows of
+    weights, CHUNK apart, begin with the first tile's; int8's scales are multiplied into them."""
 
     def emit(context, b, signature, arguments):
-        weights, values, ahead, out, first, last = arguments[:6]
-        width, size = v_head_dim.literal_value, kv_bytes.literal_value
-        vectors = [(d, min(LANES, width - d)) for d in range(0, width, LANES)]
-        for heads in _runs(range(group.literal_value), HEADS_AT_ONCE):
-            for columns in _runs(vectors, max(1, 2 * HEADS_AT_ONCE // len(heads))):
-                sums = {
-                    (g, d): variable(b, load(b, out, g * width + d, lanes, 4))
-                    for g in heads
-                    for d, lanes in columns
-                }
-                with loop(b, first, last) as t:
-                    weight = b.add(weights, b.mul(t, I64(4)))
-                    offset = b.mul(t, I64(width * size))
-                    value = b.add(values, offset)
-                    if heads[0] == 0 and columns[0] == vectors[0]:
-                        prefetch(b, b.add(ahead, offset), width * size)
-                    by_head = {g: load_scalar(b, weight, g * CHUNK) for g in heads}
-                    for d, lanes in columns:
-                        value_lanes = load(b, value, d, lanes, size)
-                        for g in heads:
-                            w = broadcast(b, by_head[g], lanes)
-                            b.store(fma(b, w, value_lanes, b.load(sums[g, d])), sums[g, d])
-                for (g, d), total in sums.items():
-                    store_vector(b, b.load(total), out, g * width + d)
+        weights, tiles, out, num_tiles, num_kv_heads, ahead = arguments[:6]
+        heads_of_group, width = group.literal_value, v_head_dim.literal_value
+        size, sums_at_once = kv_bytes.literal_value, room.literal_value
+        pack = 4 // size
+        vectors = [(d, min(TILE, width - d)) for d in range(0, width, TILE)]
+        with loop(b, I64(0), num_tiles) as i, loop(b, I64(0), num_kv_heads) as head:
+            entry = _word(b, tiles, b.add(b.mul(i, num_kv_heads), head))
+            tile, next_tile = _load_i64(b, entry), _load_i64(b, _word(b, entry, ahead))
+            target = b.add(out, b.mul(head, I64(4 * heads_of_group * width)))
+            row = b.add(
+                b.add(weights, b.mul(i, I64(4 * TILE))),
+                b.mul(head, I64(4 * heads_of_group * CHUNK)),
+            )
+            if size == 1:
+                scales = load(b, tile, TILE * width // 4, TILE, 4)
+                for g in range(heads_of_group):
+                    scaled = b.fmul(load(b, row, g * CHUNK, TILE, 4), scales)
+                    store_vector(b, scaled, row, g * CHUNK)
+            for heads in _runs(range(heads_of_group), sums_at_once):
+                passes = -(-len(heads) * len(vectors) // sums_at_once)
+                for columns in _runs(vectors, -(-len(vectors) // passes)):
+                    sums = {
+                        (g, d): variable(b, load(b, target, g * width + d, lanes, 4))
+                        for g in heads
+                        for d, lanes in columns
+                    }
+                    with loop(b, I64(0), I64(TILE // pack)) as word:
+                        line = b.mul(word, I64(4 * width))
+                        weight = b.add(row, b.mul(word, I64(4 * pack)))
+                        by_head = {
+                            (g, j): load_scalar(b, weight, g * CHUNK + j)
+                            for g in heads
+                            for j in range(pack)
+                        }
+                        for d, lanes in columns:
+                            if heads[0] == 0:
+                                prefetch(b, b.add(next_tile, b.add(line, I64(4 * d))), 4 * lanes)
+                            words = _load_words(b, b.add(tile, line), d, lanes)
+                            for j, value in enumerate(unpack(b, words, size)):
+                                for g in heads:
+                                    w = broadcast(b, by_head[g, j], lanes)
+                                    total = sums[g, d]
+                                    b.store(fma(b, w, value, b.load(total)), total)
+                    for (g, d), total in sums.items():
+                        store_vector(b, b.load(total), target, g * width + d)
         return context.get_dummy_value()
 
-    arguments = (weights, values, ahead, out, first, last, group, v_head_dim, kv_bytes)
-    return types.void(*arguments), emit
+    kinds = (weights, tiles, out, num_tiles, num_kv_heads, ahead)
+    return types.void(*kinds, group, v_head_dim, kv_bytes, room), emit
 
 
-@intrinsic
-def fetch_add(typing, counter):
-    """Add one to the int64 at an address, for all threads to see; return what it was."""
+def _load_words(b: Any, address: Any, index: int, lanes: int) -> Any:
+    return load_vector(b, address, 4 * index, vector(I32, lanes))
 
-    def emit(context, b, signature, arguments):
-        pointer = b.inttoptr(arguments[0], I64.as_pointer())
-        return b.atomic_rmw("add", pointer, I64(1), "monotonic")
 
-    return types.int64(counter), emit
+def _word(b: Any, addresses: Any, index: Any) -> Any:
+    return b.add(addresses, b.mul(index, I64(8)))
+
+
+def _load_i64(b: Any, address: Any) -> Any:
+    return b.load(pointer(b, address, 0, I64))
 
 
 def _runs(items: Sequence[Any], length: int) -> list[Sequence[Any]]:
     return [items[i : i + length] for i in range(0, len(items), length)]
 
 
-# The kernels.
+# The ops.
+
+
+def attend_scratch_bytes(
+    num_heads: int, num_kv_heads: int, head_dim: int, v_head_dim: int, kv_bytes: int
+) -> int:
+    """What a thread needs beside the partials: scaled queries, a chunk's scores, copies of the
+    tiles at its two ends, and the list of its tiles."""
+    ends = 2 * num_kv_heads * tile_bytes(v_head_dim, kv_bytes)
+    tiles = 2 * num_kv_heads * CHUNK // TILE + _ahead(head_dim, kv_bytes)
+    return 4 * num_heads * (head_dim + CHUNK) + ends + 8 * tiles
+
+
+def _ahead(head_dim: int, kv_bytes: int) -> int:
+    return -(-PREFETCH_BYTES // tile_bytes(head_dim, kv_bytes))
 
 
 @cache
-def decode_kernel(group: int, head_dim: int, v_head_dim: int, kv_bytes: int) -> Callable[..., None]:
-    """The kernel for one shape of head; its sizes are constants to the compiler."""
+def attend_op(group: int, head_dim: int, v_head_dim: int, kv_bytes: int, room: int) -> Op:
+    """The op for one shape of head; its sizes are constants to the compiler. ``room`` is the number
+    of 16-lane sums that the CPU's registers hold beside what else they must."""
+    k_tile, v_tile = tile_bytes(head_dim, kv_bytes), tile_bytes(v_head_dim, kv_bytes)
+    ahead = _ahead(head_dim, kv_bytes)
 
-    @jit
-    def decode(
-        next_item,  # int64 [1]: shared by all threads, 0 at the start
-        q,  # float32 [R, H, D]
-        k_cache,  # float32 or bfloat16 as uint16 [blocks, Hkv, block_size / 16, D, 16]
-        v_cache,  # [blocks, Hkv, block_size / 16, 16, Dv]
-        block_table,  # int32 [R, blocks]
-        segments,  # int32 [S, 3]: row, start, stop
-        order,  # int64 [S]: segments, longest first
-        scale,
-        soft_cap,  # 0 for none
-        part_out,  # float32 [S, H, Dv]; written
-        part_m,  # float32 [S, H]; written
-        part_l,  # float32 [S, H]; written
-    ):
-        """Work on items until none is left: the partials of every (segment, KV head)."""
-        num_kv_heads, tiles = k_cache.shape[1], k_cache.shape[2]
-        k_tile_bytes, v_tile_bytes = LANES * head_dim * kv_bytes, LANES * v_head_dim * kv_bytes
-        queries = np.empty((group, head_dim), np.float32)
-        scores = np.empty((group, CHUNK), np.float32)
-        here, ahead = np.empty(CHUNK // LANES, np.int64), np.empty(CHUNK // LANES, np.int64)
+    @op(
+        plan="i8",
+        q="i8",
+        k_cache="i8",
+        v_cache="i8",
+        num_kv_heads="i8",
+        block_size="i8",
+        scale="f4",
+        soft_cap="f4",
+    )
+    def attend(thread, num_threads, counter, args):
+        """The partials of the plan's segments. An item is a segment: ``q`` [T, H, D] float32, the
+        caches as ``kv_store/cpu.py`` has them, ``soft_cap`` 0 for none."""
+        a = carray(args, 1)[0]
+        plan = plan_at(a.plan)
+        kv_heads, heads = a.num_kv_heads, a.num_kv_heads * group
+        segments = int32s(plan.segments, (plan.num_segments, 4))
+        queries = plan.scratch + thread * plan.scratch_bytes
+        scores = queries + 4 * heads * head_dim
+        ends = scores + 4 * heads * CHUNK
+        k_tiles = ends + 2 * kv_heads * v_tile
         while True:
-            item = fetch_add(next_item.ctypes.data)
-            if item >= len(order) * num_kv_heads:
+            item = fetch_add(counter, 1)
+            if item >= plan.num_segments:
                 return
-            segment, kv_head = order[item // num_kv_heads], item % num_kv_heads
-            row, start, stop = segments[segment, 0], segments[segment, 1], segments[segment, 2]
-            heads = slice(kv_head * group, (kv_head + 1) * group)
-            out, m, l = part_out[segment, heads], part_m[segment, heads], part_l[segment, heads]
-            out[:] = 0
-            m[:] = -np.inf
-            l[:] = 0
+            row, start = np.int64(segments[item, 0]), np.int64(segments[item, 1])
+            stop, number = np.int64(segments[item, 2]), np.int64(segments[item, 3])
+            table = int32s(plan.block_table + 4 * row * plan.table_width, plan.table_width)
+            out = plan.part_out + 4 * number * heads * v_head_dim
+            m, l = plan.part_m + 4 * number * heads, plan.part_l + 4 * number * heads
+            clear_partial(out, m, l, heads, v_head_dim)
             if start >= stop:
                 continue
-            queries[:] = q[row, heads] * scale
-            table = block_table[row]
-            for i in range(CHUNK // LANES):
-                position = min(start // CHUNK * CHUNK + i * LANES, stop - 1)
-                ahead[i] = tile_of(position, table, tiles, num_kv_heads, kv_head)
+            multiply(a.q + 4 * row * heads * head_dim, a.scale, queries, heads * head_dim)
             for chunk in range(start // CHUNK * CHUNK, stop, CHUNK):
                 first, last = max(start - chunk, 0), min(stop - chunk, CHUNK)
-                lanes = range(first // LANES * LANES, last, LANES)
-                for i in range(CHUNK // LANES):
-                    here[i] = ahead[i]
-                    position = min(chunk + CHUNK + i * LANES, stop - 1)
-                    ahead[i] = tile_of(position, table, tiles, num_kv_heads, kv_head)
-                for lane in lanes:
-                    tile_scores(
-                        queries.ctypes.data,
-                        k_cache.ctypes.data + here[lane // LANES] * k_tile_bytes,
-                        k_cache.ctypes.data + ahead[lane // LANES] * k_tile_bytes,
-                        scores.ctypes.data + 4 * lane,
-                        group,
-                        head_dim,
-                        kv_bytes,
-                    )
-                for g in range(group):
-                    row_scores = scores.ctypes.data + 4 * CHUNK * g
-                    if soft_cap > 0:
-                        chunk_soft_cap(row_scores, soft_cap)
-                    scores[g, :first] = -np.inf
-                    scores[g, last:] = -np.inf
-                    top, total = chunk_softmax(row_scores, m[g])
-                    if top != m[g]:
-                        discount = np.float32(math.exp(m[g] - top))
-                        m[g] = top
-                        l[g] *= discount
-                        for d in range(v_head_dim):
-                            out[g, d] *= discount
-                    l[g] += total
-                for lane in lanes:
-                    tile_output(
-                        scores.ctypes.data + 4 * lane,
-                        v_cache.ctypes.data + here[lane // LANES] * v_tile_bytes,
-                        v_cache.ctypes.data + ahead[lane // LANES] * v_tile_bytes,
-                        out.ctypes.data,
-                        max(first - lane, 0),
-                        min(last - lane, LANES),
-                        group,
-                        v_head_dim,
-                        kv_bytes,
-                    )
-            for g in range(group):
-                out[g] /= l[g]
+                first_tile = first // TILE
+                num_tiles = -(-last // TILE) - first_tile
+                count = num_tiles * kv_heads
+                v_tiles = k_tiles + 8 * count
+                here, then = chunk + first_tile * TILE, chunk + CHUNK
+                list_tiles(k_tiles, count, a.k_cache, k_tile, a, table, here, stop)
+                list_tiles(v_tiles, count, a.v_cache, v_tile, a, table, here, stop)
+                list_tiles(v_tiles + 8 * count, ahead, a.k_cache, k_tile, a, table, then, stop)
+                part = scores + 4 * TILE * first_tile
+                chunk_scores(
+                    queries,
+                    k_tiles,
+                    part,
+                    num_tiles,
+                    kv_heads,
+                    ahead,
+                    group,
+                    head_dim,
+                    kv_bytes,
+                    room,
+                )
+                weigh(scores, first, last, a.soft_cap, out, m, l, heads, v_head_dim)
+                replace_dead(v_tiles, kv_heads, num_tiles, first, last, ends, v_head_dim, kv_bytes)
+                chunk_output(
+                    part,
+                    v_tiles,
+                    out,
+                    num_tiles,
+                    kv_heads,
+                    ahead,
+                    group,
+                    v_head_dim,
+                    kv_bytes,
+                    room,
+                )
+            divide(out, l, heads, v_head_dim)
 
-    return decode
+    return attend
 
 
 @jit
-def tile_of(position, table, tiles, num_kv_heads, kv_head):
-    """The number of the tile in the pool that holds a position of a sequence, in 64 bits."""
-    block, tile = position // LANES // tiles, position // LANES % tiles
-    return (np.int64(table[block]) * num_kv_heads + kv_head) * tiles + tile
+def clear_partial(out, m, l, heads, width):
+    """The partial of no keys: ``out`` [heads, width], ``m`` and ``l`` [heads]."""
+    float32s(out, heads * width)[:] = 0
+    float32s(m, heads)[:] = -np.inf
+    float32s(l, heads)[:] = 0
 
 
 @jit
-def merge(row_start, part_out, part_m, part_l, sinks, out, lse):
-    """``attention.merge_partials`` for each row's segments ``row_start[r] : row_start[r + 1]``.
+def multiply(source, factor, target, count):
+    numbers, products = float32s(source, count), float32s(target, count)
+    for i in range(count):
+        products[i] = numbers[i] * factor
 
-    ``sinks`` [H] (or [0] for none) join as one more partial ``(0, sink, 1)``. Writes ``out``
-    [R, H, Dv] and ``lse`` [R, H], float32.
+
+@jit
+def divide(out, l, heads, width):
+    outs, sums = float32s(out, (heads, width)), float32s(l, heads)
+    for head in range(heads):
+        for d in range(width):
+            outs[head, d] /= sums[head]
+
+
+@jit
+def weigh(scores, first, last, soft_cap, out, m, l, heads, width):
+    """From a chunk's scores to weights, of tokens ``first : last``; discounts what came before."""
+    rows, outs = float32s(scores, (heads, CHUNK)), float32s(out, (heads, width))
+    for head in range(heads):
+        row = scores + 4 * CHUNK * head
+        if soft_cap > 0:
+            chunk_soft_cap(row, soft_cap)
+        rows[head, :first] = -np.inf
+        rows[head, last:] = -np.inf
+        discount = chunk_softmax(row, m + 4 * head, l + 4 * head)
+        if discount != 1:
+            for d in range(width):
+                outs[head, d] *= discount
+
+
+@jit
+def list_tiles(tiles, count, cache, nbytes, a, table, position, stop):
+    """Write the addresses of ``count`` tiles from a position on, head by head; of those past the
+    end, which are only fetched ahead, that of the last."""
+    addresses = int64s(tiles, count)
+    tiles_of_block = a.block_size // TILE
+    i = 0
+    while i < count:
+        here = min(position, stop - 1)
+        block, tile = np.int64(table[here // a.block_size]), here % a.block_size // TILE
+        address = cache + nbytes * (block * a.num_kv_heads * tiles_of_block + tile)
+        for _ in range(min(a.num_kv_heads, count - i)):
+            addresses[i] = address
+            address += nbytes * tiles_of_block
+            i += 1
+        position += TILE
+
+
+@jit
+def replace_dead(tiles, num_kv_heads, num_tiles, first, last, ends, width, kv_bytes):
+    """Where a chunk's first or last tile of values has tokens outside ``first : last``, which may
+    be NaN, list copies of its heads' tiles in which these tokens are 0."""
+    addresses = int64s(tiles, (num_tiles, num_kv_heads))
+    position = first // TILE * TILE
+    for tile in range(0, num_tiles, max(1, num_tiles - 1)):
+        live = max(first - position - TILE * tile, 0), min(last - position - TILE * tile, TILE)
+        if live[0] > 0 or live[1] < TILE:
+            for head in range(num_kv_heads):
+                copy_live(addresses[tile, head], ends, live[0], live[1], width, kv_bytes)
+                addresses[tile, head] = ends
+                ends += tile_bytes(width, kv_bytes)
+
+
+@jit
+def copy_live(tile, target, start, stop, width, kv_bytes):
+    """Copy a tile of values; tokens outside ``start : stop`` become 0."""
+    pack = 4 // kv_bytes
+    source, copy = uint32s(tile, (TILE // pack, width)), uint32s(target, (TILE // pack, width))
+    for i in range(TILE // pack):
+        mask = np.uint32(0)
+        for j in range(pack):
+            if start <= i * pack + j < stop:
+                mask |= np.uint32(0xFFFFFFFF >> (32 - 8 * kv_bytes) << (8 * kv_bytes * j))
+        for d in range(width):
+            copy[i, d] = source[i, d] & mask
+    if kv_bytes == 1:
+        scales, copied = float32s(tile + TILE * width, TILE), float32s(target + TILE * width, TILE)
+        for i in range(TILE):
+            copied[i] = scales[i] if start <= i < stop else np.float32(0)
+
+
+@op(plan="i8", num_heads="i8", v_head_dim="i8", sinks="i8", out="i8", lse="i8")
+def merge(thread, num_threads, counter, args):
+    """``attention.merge_partials`` of each decode row's segments. An item is a head of a row.
+
+    ``sinks`` [H] (0 for none) join as one more partial ``(0, sink, 1)``. Writes ``out`` [T, H, Dv]
+    and, where it isn't 0, ``lse`` [T, H], float32.
     """
-    for row in range(len(out)):
-        segments = range(row_start[row], row_start[row + 1])
-        for head in range(out.shape[1]):
-            sink = sinks[head] if len(sinks) > 0 else np.float32(-np.inf)
-            top = sink
-            for s in segments:
-                top = max(top, part_m[s, head])
-            out[row, head] = 0
-            if top == -np.inf:
-                lse[row, head] = -np.inf
-                continue
+    a = carray(args, 1)[0]
+    plan = plan_at(a.plan)
+    rows, heads, width = plan.num_decodes, a.num_heads, a.v_head_dim
+    row_start = int32s(plan.row_start, rows + 1)
+    part_out = float32s(plan.part_out, (plan.num_segments, heads, width))
+    part_m = float32s(plan.part_m, (plan.num_segments, heads))
+    part_l = float32s(plan.part_l, (plan.num_segments, heads))
+    outs = float32s(a.out, (rows, heads, width))
+    while True:
+        item = fetch_add(counter, 1)
+        if item >= rows * heads:
+            return
+        row, head = item // heads, item % heads
+        out = outs[row, head]
+        out[:] = 0
+        sink = float32s(a.sinks, heads)[head] if a.sinks != 0 else np.float32(-np.inf)
+        top = sink
+        for s in range(row_start[row], row_start[row + 1]):
+            top = max(top, part_m[s, head])
+        log_sum = top
+        if top != -np.inf:
             weight_sum = np.float32(math.exp(sink - top))
-            for s in segments:
+            for s in range(row_start[row], row_start[row + 1]):
                 weight = np.float32(math.exp(part_m[s, head] - top)) * part_l[s, head]
                 weight_sum += weight
-                out[row, head] += weight * part_out[s, head]
-            out[row, head] /= weight_sum
-            lse[row, head] = top + math.log(weight_sum)
-
-
-@jit
-def store(k, v, k_cache, v_cache, slot_mapping):
-    """Write new keys and values into their slots; a negative slot is skipped.
-
-    ``k`` [T, Hkv, D] and ``v`` [T, Hkv, Dv] are float32 as uint32, the caches uint32 (float32) or
-    uint16 (bfloat16, rounded to nearest even).
-    """
-    block_size = k_cache.shape[2] * LANES
-    for token in range(len(slot_mapping)):
-        slot = slot_mapping[token]
-        if slot < 0:
-            continue
-        block, offset = slot // block_size, slot % block_size
-        tile, lane = offset // LANES, offset % LANES
-        for head in range(k.shape[1]):
-            for d in range(k.shape[2]):
-                k_cache[block, head, tile, d, lane] = _narrow(k[token, head, d], k_cache)
-            for d in range(v.shape[2]):
-                v_cache[block, head, tile, lane, d] = _narrow(v[token, head, d], v_cache)
-
-
-@jit
-def _narrow(bits, like):
-    """The bits of a float32 as those of the cache's type."""
-    if like.itemsize == 4:
-        return bits
-    if bits & np.uint32(0x7FFFFFFF) > np.uint32(0x7F800000):
-        return np.uint32(0x7FC0)  # rounding could turn a NaN into an infinity
-    return (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+                for d in range(width):
+                    out[d] += weight * part_out[s, head, d]
+            for d in range(width):
+                out[d] /= weight_sum
+            log_sum = top + np.float32(math.log(weight_sum))
+        if a.lse != 0:
+            float32s(a.lse, (rows, heads))[row, head] = log_sum

@@ -1,0 +1,270 @@
+"""Attention on a CPU as calls of a program: the plan of a step, and the calls that read it.
+
+The cpu runtime binds once, at load, for each layer
+
+    rope_write_call -> decode_calls (rows of one token) -> prefill_call (longer rows)
+
+and fills each KV group's :class:`CpuPlan` at each step, before the program runs. What varies from
+step to step is reached through ``CpuPlan.header``, whose address never changes. Each call deals its
+items out by itself; a call without rows of its kind returns at once. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.attention.spec import AttentionSpec
+from octavo.attention.splits import SplitCost, SplitPlan, plan_splits
+from octavo.kernels.attention_plan.cpu import HEADER
+from octavo.kernels.kv_store.cpu import KV_BYTES
+from octavo.kernels.levels import level
+from octavo.kernels.paged_prefill.cpu import prefill_op, prefill_scratch_bytes, query_tile
+from octavo.kernels.paged_prefill.cpu_products import AMX
+from octavo.kernels.program import Call
+from octavo.kernels.rope_write.cpu import rope_write
+from octavo.kernels.split_attention.cpu import attend_op, attend_scratch_bytes, merge
+
+# Another segment costs what so many tokens take to read. Provisional: measured when an item was one
+# KV head, not since it takes all of them.
+COST = SplitCost(min_tokens=128, merge_tokens=16)
+# 16-lane sums that the registers hold beside what else they must.
+_ROOM = {"amx": 20, "vnni": 20, "avx2": 6, "plain": 6}
+
+
+class CpuPlan:
+    """Where one KV group's rows lie and how they are cut, for one step after the other.
+
+    ``spec`` is that of the group's decode layers (its prefill spec differs in ``phase`` alone);
+    ``num_threads`` is the number of the team's threads.
+    """
+
+    splits: SplitPlan  # of the decode rows of the step that was filled last
+    part_out: NDArray[np.float32]  # [S, H, Dv], their segments' partials
+    part_m: NDArray[np.float32]  # [S, H]
+    part_l: NDArray[np.float32]  # [S, H]
+
+    def __init__(self, spec: AttentionSpec, num_threads: int) -> None:
+        self.spec = spec
+        self.num_threads = num_threads
+        self.header = np.zeros(1, HEADER)  # neither moves nor grows
+        self._arrays: dict[str, NDArray[Any]] = {}  # that it names, by field
+        self._partials = np.empty(0, np.float32)
+        scratch_bytes = -(-_scratch_bytes(spec) // 64) * 64
+        self._scratch = np.empty(num_threads * scratch_bytes + 64, np.uint8)
+        self.header["scratch"] = -(-self._scratch.ctypes.data // 64) * 64
+        self.header["scratch_bytes"] = scratch_bytes
+
+    def fill(
+        self,
+        query_start_loc: NDArray[np.int32],
+        seq_lens: NDArray[np.int32],
+        num_decodes: int,
+        block_table: NDArray[np.int32],
+        slot_mapping: NDArray[np.int32] | None = None,
+        splits: SplitPlan | None = None,
+    ) -> None:
+        """Plan a step: the arguments are a StepBatch's fields, the table and the slots those of
+        this KV group. The first ``num_decodes`` rows have one token each, the others any number.
+        The arrays are read in place until the next step is filled. ``splits`` cuts the decode rows
+        elsewhere than the spec's mode would."""
+        spec = self.spec
+        self.splits = splits or plan_splits(
+            seq_lens[:num_decodes],
+            num_kv_heads=1,  # an item takes all heads of its tokens
+            block_size=spec.block_size,
+            num_cores=self.num_threads,
+            mode=spec.split_mode,
+            split_tokens=spec.split_tokens,
+            window=spec.window,
+            cost=COST,
+        )
+        self._make_partials(len(self.splits.starts))
+        self._point(
+            slot_mapping=np.empty(0, np.int32) if slot_mapping is None else slot_mapping,
+            block_table=block_table,
+            segments=_segments(self.splits),
+            row_start=self.splits.row_start,
+            part_out=self.part_out,
+            part_m=self.part_m,
+            part_l=self.part_l,
+        )
+        tiles = _tiles(spec, query_start_loc, seq_lens, num_decodes)
+        self._point(tiles=tiles)
+        self.header["num_tiles"] = len(tiles)
+        self.header["num_tokens"] = query_start_loc[-1]
+        self.header["num_decodes"] = num_decodes
+        self.header["table_width"] = block_table.shape[1]
+        self.header["num_segments"] = len(self.splits.starts)
+
+    def _point(self, **arrays: NDArray[Any]) -> None:
+        for field, array in arrays.items():
+            array = self._arrays[field] = np.ascontiguousarray(array)
+            self.header[field] = array.ctypes.data
+
+    def _make_partials(self, num_segments: int) -> None:
+        heads, width = self.spec.num_heads, self.spec.v_head_dim
+        count = num_segments * heads
+        if len(self._partials) < count * (width + 2):
+            self._partials = np.empty(count * (width + 2), np.float32)
+        out, m, l = np.split(self._partials[: count * (width + 2)], (count * width, -count))
+        self.part_out = out.reshape(num_segments, heads, width)
+        self.part_m, self.part_l = (x.reshape(num_segments, heads) for x in (m, l))
+
+
+def rope_write_call(
+    spec: AttentionSpec,
+    plan: CpuPlan,
+    *,
+    qkv: NDArray[np.float32],
+    q: NDArray[np.float32],
+    cos: NDArray[np.float32],
+    sin: NDArray[np.float32],
+    k_cache: NDArray[Any],
+    v_cache: NDArray[Any],
+    rotary_dim: int,
+    qk_norm: NDArray[np.float32] | None = None,
+    norm_eps: float = 0.0,
+) -> Call:
+    """QK-norm, rotation, and the write to the pool, of all the step's tokens.
+
+    ``qkv`` [T, (H + 2 Hkv) * D]: its keys are rotated in place. ``q`` [T, H, D] gets the rotated
+    queries; attention scales them. ``cos`` and ``sin`` [T, rotary_dim / 2] are the rows of the
+    tokens' positions, ``qk_norm`` [H + Hkv, D] the norms' weights. Buffers may be longer than T.
+    """
+    return rope_write.bind(
+        plan=plan.header,
+        qkv=qkv,
+        q=q,
+        cos=cos,
+        sin=sin,
+        qk_norm=0 if qk_norm is None else qk_norm,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        rotary_dim=rotary_dim,
+        block_size=spec.block_size,
+        kv_bytes=KV_BYTES[spec.kv_dtype],
+        eps=norm_eps,
+    )
+
+
+def decode_calls(
+    spec: AttentionSpec,
+    plan: CpuPlan,
+    *,
+    q: NDArray[np.float32],
+    out: NDArray[np.float32],
+    k_cache: NDArray[Any],
+    v_cache: NDArray[Any],
+    lse: NDArray[np.float32] | None = None,
+    sinks: NDArray[np.float32] | None = None,
+) -> tuple[Call, Call]:
+    """attend and merge, for the rows with one token: ``q`` [T, H, D] as rope_write leaves it,
+    ``out`` [T, H, Dv], of both the rows ``0 : num_decodes``, ``lse`` [T, H] where it is wanted;
+    ``sinks`` [H]. The pools are numpy arrays as ``CpuCandidate.kv_layout`` describes them."""
+    attend = attend_op(
+        spec.num_heads // spec.num_kv_heads,
+        spec.head_dim,
+        spec.v_head_dim,
+        KV_BYTES[spec.kv_dtype],
+        _ROOM[level()],
+    )
+    return (
+        attend.bind(
+            plan=plan.header,
+            q=q,
+            k_cache=k_cache,
+            v_cache=v_cache,
+            num_kv_heads=spec.num_kv_heads,
+            block_size=spec.block_size,
+            scale=spec.scale,
+            soft_cap=spec.soft_cap or 0.0,
+        ),
+        merge.bind(
+            plan=plan.header,
+            num_heads=spec.num_heads,
+            v_head_dim=spec.v_head_dim,
+            sinks=0 if sinks is None else sinks,
+            out=out,
+            lse=0 if lse is None else lse,
+        ),
+    )
+
+
+def prefill_call(
+    spec: AttentionSpec,
+    plan: CpuPlan,
+    *,
+    q: NDArray[np.float32],
+    out: NDArray[np.float32],
+    k_cache: NDArray[Any],
+    v_cache: NDArray[Any],
+    lse: NDArray[np.float32] | None = None,
+    sinks: NDArray[np.float32] | None = None,
+) -> Call:
+    """Causal attention for the tokens of all other rows, from and into the same buffers."""
+    prefill = prefill_op(
+        spec.num_heads // spec.num_kv_heads,
+        spec.head_dim,
+        spec.v_head_dim,
+        KV_BYTES[spec.kv_dtype],
+        AMX if spec.kv_dtype != "float32" and level() == "amx" else _ROOM[level()],
+    )
+    return prefill.bind(
+        plan=plan.header,
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        out=out,
+        lse=0 if lse is None else lse,
+        sinks=0 if sinks is None else sinks,
+        num_kv_heads=spec.num_kv_heads,
+        block_size=spec.block_size,
+        window=spec.window or 0,
+        scale=spec.scale,
+        soft_cap=spec.soft_cap or 0.0,
+    )
+
+
+def _scratch_bytes(spec: AttentionSpec) -> int:
+    group, kv_bytes = spec.num_heads // spec.num_kv_heads, KV_BYTES[spec.kv_dtype]
+    widths = spec.head_dim, spec.v_head_dim
+    return max(
+        attend_scratch_bytes(spec.num_heads, spec.num_kv_heads, *widths, kv_bytes),
+        prefill_scratch_bytes(group, *widths, kv_bytes),
+    )
+
+
+def _tiles(
+    spec: AttentionSpec,
+    query_start_loc: NDArray[np.int32],
+    seq_lens: NDArray[np.int32],
+    num_decodes: int,
+) -> NDArray[np.int32]:
+    """int32 [tiles, 4]: row, first token, number of tokens and position of the first, of the tiles
+    of all rows but the first; those with the most to do come first."""
+    tile = query_tile(spec.num_heads // spec.num_kv_heads)
+    starts = query_start_loc[num_decodes:-1]
+    lens = np.diff(query_start_loc[num_decodes:])
+    counts = -(-lens // tile)
+    rows = np.repeat(np.arange(len(lens)), counts)
+    nth = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    offsets = nth * tile
+    positions = (seq_lens[num_decodes:] - lens)[rows] + offsets
+    sizes = np.minimum(lens[rows] - offsets, tile)
+    order = np.argsort(-positions - sizes, kind="stable")
+    columns = rows + num_decodes, starts[rows] + offsets, sizes, positions
+    return np.stack(columns, axis=1)[order].astype(np.int32)
+
+
+def _segments(splits: SplitPlan) -> NDArray[np.int32]:
+    """int32 [S, 4]: row, start, stop and number of each segment, longest first."""
+    rows = np.repeat(np.arange(len(splits.seq_lens)), splits.num_splits)
+    order = np.argsort(splits.starts - splits.stops, kind="stable")
+    columns = rows[order], splits.starts[order], splits.stops[order], order
+    return np.stack(columns, axis=1).astype(np.int32)

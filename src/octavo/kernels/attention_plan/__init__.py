@@ -1,0 +1,1 @@
+"""What the attention ops of a CPU program read of a step: one record for each KV group."""

@@ -1,0 +1,108 @@
+"""Between the QKV product and attention, on a CPU: QK-norm, rotation, and the write to the pool.
+
+The reference is ``reference.rope_write``; ``kv_store/cpu.py`` says how keys and values lie. A head
+of a token is one thread's, so that its result depends on nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numba
+import numpy as np
+from numba import carray
+
+from octavo.kernels.attention_plan.cpu import plan_at
+from octavo.kernels.jit import cache_works, jit
+from octavo.kernels.kv_store.cpu import TILE, store_token, tile_of
+from octavo.kernels.program import fetch_add, float32s, int32s, op
+
+
+@numba.njit(nogil=True, error_model="numpy", cache=cache_works(), fastmath={"reassoc", "contract"})
+def mean_square(values):
+    total = np.float32(0)
+    for value in values:
+        total += value * value
+    return total / np.float32(len(values))
+
+
+@jit
+def turn(source, target, head, cos, sin, a):
+    """Norm one head and rotate it: element ``i`` with element ``i + rotary_dim / 2``."""
+    x, y = float32s(source, a.head_dim), float32s(target, a.head_dim)
+    half = len(cos)
+    if a.qk_norm != 0:
+        weight = float32s(a.qk_norm + 4 * head * a.head_dim, a.head_dim)
+        scale = np.float32(1) / np.float32(math.sqrt(mean_square(x) + a.eps))
+        for i in range(a.head_dim):
+            y[i] = x[i] * scale * weight[i]
+    elif source != target:
+        for i in range(a.head_dim):
+            y[i] = x[i]
+    for i in range(half):
+        low, high = y[i], y[i + half]
+        y[i] = low * cos[i] - high * sin[i]
+        y[i + half] = high * cos[i] + low * sin[i]
+
+
+@op(
+    plan="i8",
+    qkv="i8",
+    q="i8",
+    cos="i8",
+    sin="i8",
+    qk_norm="i8",
+    k_cache="i8",
+    v_cache="i8",
+    num_heads="i8",
+    num_kv_heads="i8",
+    head_dim="i8",
+    rotary_dim="i8",
+    block_size="i8",
+    kv_bytes="i8",
+    eps="f4",
+)
+def rope_write(thread, num_threads, counter, args):
+    """Norm and rotate the queries of ``qkv`` [T, (H + 2 Hkv) * D] into ``q`` [T, H, D], and the
+    keys in place; store keys and values in the slots of the plan (negative: nowhere).
+
+    ``cos`` and ``sin`` [T, rotary_dim / 2]; ``qk_norm`` [H + Hkv, D] or 0. All float32. An item is
+    some KV heads of some tokens, with their queries.
+    """
+    a = carray(args, 1)[0]
+    plan = plan_at(a.plan)
+    units = plan.num_tokens * a.num_kv_heads
+    slots = int32s(plan.slot_mapping, plan.num_tokens)
+    group = a.num_heads // a.num_kv_heads
+    width, half = 4 * a.head_dim, a.rotary_dim // 2
+    share = max(1, units // (8 * num_threads))
+    while True:
+        first = fetch_add(counter, 1) * share
+        if first >= units:
+            return
+        for unit in range(first, min(first + share, units)):
+            token, kv_head = unit // a.num_kv_heads, unit % a.num_kv_heads
+            row = a.qkv + token * (a.num_heads + 2 * a.num_kv_heads) * width
+            cos = float32s(a.cos + 4 * half * token, half)
+            sin = float32s(a.sin + 4 * half * token, half)
+            for head in range(kv_head * group, (kv_head + 1) * group):
+                target = a.q + (token * a.num_heads + head) * width
+                turn(row + head * width, target, head, cos, sin, a)
+            key_head = a.num_heads + kv_head
+            key = row + key_head * width
+            turn(key, key, key_head, cos, sin, a)
+            slot = np.int64(slots[token])
+            if slot >= 0:
+                tile = tile_of(slot, a.num_kv_heads, a.block_size)
+                tile += kv_head * (a.block_size // TILE)
+                store_token(
+                    key,
+                    key + a.num_kv_heads * width,
+                    a.head_dim,
+                    a.head_dim,
+                    a.k_cache,
+                    a.v_cache,
+                    tile,
+                    slot % TILE,
+                    a.kv_bytes,
+                )
