@@ -1,6 +1,7 @@
 # make run     set up .venv (once), then answer a prompt: make run PROMPT="Why is the sky blue?"
 # make test    set up what the tests need (once), then run them all
 # make check   lint, types and unit tests, in under a minute
+# make bench-cpu   the cpu runtime beside llama.cpp; LLAMA_PYTHON=... names a Python that has it
 # make soak    the server under many clients, for ten minutes
 # make setup   the set-up alone; .venv/bin/octavo then works
 #
@@ -18,7 +19,7 @@ export PROMPT PYTHON
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: run setup test check soak
+.PHONY: run setup test check soak bench-cpu
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.stamp-warm
@@ -36,8 +37,11 @@ check: $(VENV)/.stamp-test
 	@$(VENV)/bin/mypy
 	@$(VENV)/bin/python -m pytest tests/unit
 
+bench-cpu: $(VENV)/.stamp-warm
+	@$(VENV)/bin/python bench/cpu_engine.py $(if $(LLAMA_PYTHON),--llama-python $(LLAMA_PYTHON))
+
 soak: $(VENV)/.stamp-test
-	@OCTAVO_SOAK_SECONDS=600 $(VENV)/bin/python -m pytest tests/server/test_soak.py
+	@cd tests && ../$(VENV)/bin/python -m helpers.soak default 600 64 0
 
 # An environment that is there already is used if it works, and never made anew or deleted.
 $(VENV)/.stamp-venv:

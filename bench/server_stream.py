@@ -87,10 +87,10 @@ def null_engine_process() -> None:
 def serve(model: str, port: int) -> None:
     from octavo.config import EngineConfig
     from octavo.server.config import ServerConfig
-    from octavo.server.engine_client import EngineProcess
     from octavo.server.serve import serve as run
+    from octavo.server.supervisor import Supervisor
 
-    EngineProcess.module = MODULE
+    Supervisor.engine_module = MODULE
     run(ServerConfig(port=port, disable_log_stats=True), EngineConfig(model=model))
 
 

@@ -92,3 +92,7 @@ class EngineDiedError(OctavoError):
 
     status = 500
     code = "engine_died"
+
+
+class ApiProcessDiedError(OctavoError):
+    """One of several API processes ended; the answers of its clients are lost."""

@@ -43,14 +43,18 @@ class Reply:
 
 
 class Server:
-    """``octavo serve MODEL FLAGS``, from its start until :meth:`stop`."""
+    """``octavo serve MODEL FLAGS``, from its start until :meth:`stop`. ``patience`` is how many
+    seconds a call waits for news."""
+
+    patience = PATIENCE
 
     def __init__(
-        self, model: Path | str, *flags: str, env: Mapping[str, str] | None = None
+        self, model: Path | str | None, *flags: str, env: Mapping[str, str] | None = None
     ) -> None:
+        named = () if model is None else (str(model),)  # else the embedded one
         port = () if "--port" in flags else ("--port", "0")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "octavo", "serve", str(model), *port, *flags],
+            [sys.executable, "-m", "octavo", "serve", *named, *port, *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -74,13 +78,22 @@ class Server:
 
     @property
     def engine_pid(self) -> int:
-        """The process id of the engine process, the server's only child."""
+        """The process id of the engine process."""
+        [pid] = self._children("engine_process")
+        return pid
+
+    @property
+    def api_pids(self) -> list[int]:
+        """The process ids of the API processes, the parent of all first."""
+        return [self.process.pid, *self._children("api_process")]
+
+    def _children(self, module: str) -> list[int]:
         path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        [child] = path.read_text().split()
-        return int(child)
+        pids = [int(pid) for pid in path.read_text().split()]
+        return [pid for pid in pids if module in Path(f"/proc/{pid}/cmdline").read_text()]
 
     def connect(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=self.patience)
 
     def call(
         self,
@@ -165,7 +178,7 @@ class Server:
 
 
 @contextmanager
-def serving(model: Path | str, *flags: str, **options: Any) -> Iterator[Server]:
+def serving(model: Path | str | None, *flags: str, **options: Any) -> Iterator[Server]:
     """A ready server, which must end well."""
     server = Server(model, *flags, **options)
     try:
@@ -175,6 +188,15 @@ def serving(model: Path | str, *flags: str, **options: Any) -> Iterator[Server]:
         code = server.stop()
     assert code == 0, server.log
     assert "Traceback" not in server.log, server.log
+
+
+def gone(pid: int) -> bool:
+    """Whether this process has ended."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return True
+    return state == "Z"
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.checkpoints import EOS, REST, chain, markov, tiny
@@ -26,6 +32,7 @@ ROWS = {
     ord("r"): {REST: -100.0, **{ord(c): float(3 - i) for i, c in enumerate("abcd")}},
     ord("w"): {REST: -100.0, **dict.fromkeys(b"wxyz", 0.0), ord("w"): 0.0},
     ord("l"): {ord("l"): 30.0},  # goes on for ever
+    ord('"'): {ord('"'): 20.0},  # a string in JSON is empty
 }
 
 
@@ -38,6 +45,26 @@ def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(book: Path) -> Iterator[Server]:
     with serving(book, "--served-model-name", NAME, "--served-model-name", "other") as server:
         yield server
+
+
+@pytest.fixture(scope="session", autouse=True)
+def soaking(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[Any]:
+    """The soak's process: if its test is to run, it begins with the first test of the server, and
+    at a rate that leaves the others most of the machine."""
+    if not any(item.path.name == "test_soak.py" for item in request.session.items):
+        yield None
+        return
+    process = subprocess.Popen(
+        [sys.executable, "-m", "helpers.soak", str(tiny_model), "60", "64", "6"],
+        cwd=Path(__file__).parents[1],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    yield process
+    with suppress(ProcessLookupError):  # where a test before it ended the run
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="session")

@@ -52,6 +52,14 @@ def test_o39(variant: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> Non
     assert peak >= figure(out, "Output token throughput (tok/s):")
 
 
+def test_a_server_that_tells_no_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    # llama-cpp-python's: the first answer ends the run, not the last.
+    with stub_server(lambda body: [*completion(2)[:2], (3.0, DONE)]) as stub:
+        assert bench(stub, "--num-prompts", "50", "--max-concurrency", "1") == 1
+        assert len(stub.calls) < 4
+    assert "no usage; count tokens with --tokenizer" in capsys.readouterr().err
+
+
 def test_failures_are_counted_and_measured_nowhere(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -179,6 +179,8 @@ def test_a_body_too_large(capped: Server) -> None:
     reply = capped.call("POST", COMPLETIONS, {"prompt": "x" * 2000})
     assert reply.status == 413
     assert "2000" in reply.error["message"]
+    # Python's own client sends all before it reads.
+    assert capped.call("POST", COMPLETIONS, {"prompt": "x" * 20_000_000}).status == 413
     connection = capped.connect()
     connection.putrequest("POST", COMPLETIONS)
     connection.putheader("Content-Type", "application/json")

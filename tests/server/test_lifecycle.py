@@ -15,18 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.server import Server, serving, wait_for
+from helpers.server import Server, gone, serving, wait_for
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LONG = {"prompt": "a long way to go", "max_tokens": 1900, "ignore_eos": True}
-
-
-def gone(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return True
-    return state == "Z"
 
 
 # ---- O22: a client that leaves
@@ -251,6 +243,94 @@ def test_the_engine_is_started_again(book: Path) -> None:
             wait_for(lambda: server.call("GET", "/health").status == 200)
     assert server.process.wait(5) == 1
     assert server.log.count("starting it again") == 1
+
+
+def test_the_engine_hangs(tiny_model: Path) -> None:
+    # Nothing is compiled, so that no step takes long.
+    flags = ("--enforce-eager", "--attention-backend", "reference", "--watchdog-timeout", "2")
+    server = Server(tiny_model, *flags, "--restart-engine", "1")
+    short = {"prompt": "a", "max_tokens": 2}
+    assert server.post(COMPLETIONS, short)["choices"]
+
+    engine = server.engine_pid
+    os.kill(engine, signal.SIGSTOP)  # it has nothing to do: that is no hang
+    time.sleep(3)
+    os.kill(engine, signal.SIGCONT)
+    assert server.post(COMPLETIONS, short)["choices"]
+
+    with ThreadPoolExecutor(3) as pool:
+        answers = in_background(server, pool, 2, {**LONG, "max_tokens": 1000})
+        wait_for(lambda: server.metric("octavo:num_requests_running") == 2)
+        os.kill(server.process.pid, signal.SIGSTOP)  # nor is it one where nobody listens
+        time.sleep(3)
+        os.kill(server.process.pid, signal.SIGCONT)
+        for answer in answers:
+            assert answer.result()[-1]["choices"][0]["finish_reason"] == "length"
+        assert server.engine_pid == engine
+
+        for last in (False, True):
+            answers = in_background(server, pool, 2, LONG)
+            whole = pool.submit(server.call, "POST", COMPLETIONS, LONG)
+            wait_for(lambda: server.metric("octavo:num_requests_running") == 3)
+            os.kill(server.engine_pid, signal.SIGSTOP)
+            for answer in answers:
+                error = answer.result()[-1]["error"]
+                assert error["code"] == "engine_died"
+                assert "no step for 2 s" in error["message"]
+            assert whole.result().status == 500
+            if not last:
+                wait_for(lambda: server.call("GET", "/health").status == 200)
+                assert server.post(COMPLETIONS, short)["choices"]
+    assert server.process.wait(5) == 1
+    server.stop()
+    assert "watchdog_timeout" in server.log
+    assert "Traceback" not in server.log
+    assert gone(engine)
+
+
+def test_a_stuck_client(tiny_model: Path) -> None:
+    server = Server(tiny_model)
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1900, "n": 2}
+    body |= {"ignore_eos": True, "logprobs": True, "top_logprobs": 20, "stream": True}
+    raw = json.dumps(body).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    with socket.socket() as stuck:
+        stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stuck.connect(("127.0.0.1", server.port))
+        stuck.sendall(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
+        wait_for(lambda: server.metric("octavo:num_requests_running") == 2)
+        # Others don't notice, and its answers are made, and their blocks are free.
+        assert server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 5})["choices"]
+        wait_for(server.is_idle)
+        assert server.metric("octavo:request_success_total", finished_reason="length") == 3
+        began = time.monotonic()
+        assert server.stop() == 0
+        assert 1.5 < time.monotonic() - began < 8  # it did hold the server up
+    assert "Traceback" not in server.log
+
+
+def test_a_clock_jump(tiny_model: Path, tmp_path: Path) -> None:
+    hours = tmp_path / "hours"
+    hours.write_text("0")
+    (tmp_path / "sitecustomize.py").write_text(
+        "import time\n"
+        f"real, path = time.time, {str(hours)!r}\n"
+        "time.time = lambda: real() + 3600 * float(open(path).read() or 0)\n"
+    )
+    with serving(tiny_model, env={"PYTHONPATH": str(tmp_path)}) as server:
+        began = time.monotonic()
+        with ThreadPoolExecutor(2) as pool:
+            answers = in_background(server, pool, 2, {**LONG, "max_tokens": 600})
+            for jump in ("5", "-9"):
+                wait_for(lambda: server.metric("octavo:num_requests_running") == 2)
+                hours.write_text(jump)
+            for answer in answers:
+                assert answer.result()[-1]["choices"][0]["finish_reason"] == "length"
+        created = server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1})["created"]
+        assert abs(time.time() - 9 * 3600 - created) < 60  # it did jump
+        lasted = time.monotonic() - began
+        for name in ("e2e_request_latency", "request_decode_time", "time_to_first_token"):
+            assert 0 < server.metric(f"octavo:{name}_seconds_sum") < 3 * lasted
 
 
 def test_no_orphan(book: Path) -> None:

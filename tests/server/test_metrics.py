@@ -5,10 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.server import Server, serving, wait_for
 from prometheus_client.parser import text_string_to_metric_families
+
+from octavo import LLM, SamplingParams
+from octavo.server.metrics import Metrics
 
 HISTOGRAMS = (
     *("time_to_first_token_seconds", "inter_token_latency_seconds", "request_prompt_tokens"),
@@ -23,7 +27,8 @@ GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 @pytest.fixture(scope="module")
 def metered(book: Path) -> Iterator[Server]:
     flags = ("--metrics-alias-vllm", "--goodput", "ttft:60000", "e2el:60000")
-    with serving(book, *flags, "--enable-log-requests") as server:
+    log = ("--enable-log-requests", "--enable-request-id-headers")
+    with serving(book, *flags, *log) as server:
         yield server
 
 
@@ -80,6 +85,51 @@ def test_the_log_of_requests(metered: Server) -> None:
     assert "stop, 8 tokens" in went
     metered.call("POST", "/v1/completions", {"prompt": "a", "max_tokens": 1000})
     wait_for(lambda: "refused" in metered.log.splitlines()[-1])
+
+
+def test_the_clients_name_for_its_call(metered: Server, server: Server) -> None:
+    name, body = "order-66/a", {"prompt": "a", "temperature": 0}
+    for path, sent, status in (
+        ("/v1/completions", body, 200),
+        ("/v1/completions", body | {"stream": True}, 200),
+        ("/v1/completions", {"prompt": 5}, 400),
+        ("/nowhere", body, 404),
+    ):
+        reply = metered.call("POST", path, sent, headers={"X-Request-Id": name})
+        assert (reply.status, reply.headers["x-request-id"]) == (status, name)
+    wait_for(lambda: metered.log.count(f"({name}) came") == 2)
+    assert f"/v1/completions ({name}) refused with 400" in metered.log
+    made = [metered.call("GET", "/health").headers["x-request-id"] for _ in range(2)]
+    assert made[0] != made[1]
+    for unfit in ("", "two words", "x" * 129, "\xe9"):  # as if there were none
+        reply = metered.call("GET", "/health", headers={"X-Request-Id": unfit})
+        assert len(reply.headers["x-request-id"]) == len(made[0])
+    quiet = server.call("POST", "/v1/completions", body, headers={"X-Request-Id": name})
+    assert "x-request-id" not in {header.lower() for header in quiet.headers}
+
+
+def test_splits_per_sequence(tiny_model: Path) -> None:
+    options: dict[str, Any] = {"split_kv": "fixed", "split_kv_tokens": 16, "max_model_len": 256}
+    llm = LLM(str(tiny_model), attention_backend="cpu", enforce_eager=True, **options)
+    prompts = [{"prompt_token_ids": [5] * length} for length in (10, 40)]
+    llm.generate(
+        prompts, SamplingParams(max_tokens=30, ignore_eos=True, temperature=0), use_tqdm=False
+    )
+    # The first token comes of the prefill; each further one is a decode row of this length.
+    lengths = [length + made for length in (10, 40) for made in range(1, 30)]
+    splits = [-(-length // 16) for length in lengths]
+    metrics = Metrics("model")
+    metrics.step_came([], llm.stats())
+    families = text_string_to_metric_families(metrics.text().decode())
+    [family] = [one for one in families if one.name == "octavo:attention_num_splits"]
+    told = {
+        (sample.name.rpartition("_")[2], sample.labels.get("le")): sample.value
+        for sample in family.samples
+    }
+    assert told["count", None] == len(splits)
+    assert told["sum", None] == sum(splits)
+    for edge in (1, 2, 4, 8, 256):
+        assert told["bucket", f"{edge}.0"] == len([one for one in splits if one <= edge])
 
 
 def test_the_dashboard_asks_for_what_there_is(metered: Server) -> None:

@@ -20,6 +20,7 @@ from octavo.bench.dataset import Sample
 from octavo.errors import OctavoError
 
 _RETRY_SECONDS = 0.5
+NO_USAGE = "no usage; count tokens with --tokenizer"
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,9 @@ async def run_load(
 ) -> Result:
     """Wait for the server, warm it up, then send ``samples`` and time what comes.
 
-    Raises :class:`ServerError` where the server doesn't answer the questions before the measurement
-    or a warm-up fails. Requests that fail later are part of the result.
+    Raises :class:`ServerError` where the server doesn't answer the questions before the
+    measurement, a warm-up fails, or the first answer's tokens can't be counted. Requests that fail
+    later are part of the result.
     """
     _allow_open_files()
     client = Client(config.url, api_key=api_key)
@@ -96,6 +98,9 @@ async def run_load(
         arrived = time.perf_counter()
         async with slots:
             answer = await ask(sample)
+        uncounted = answer.error is None and answer.usage is None and config.tokenizer is None
+        if num_ended == 0 and uncounted:  # else it is this one answer that was cut short
+            raise ServerError(f"{client.base_url} tells {NO_USAGE}")
         num_ended += 1
         return answer, answer.sent - arrived
 

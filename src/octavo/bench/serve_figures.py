@@ -17,7 +17,7 @@ import numpy as np
 from octavo.bench.client import Answer
 from octavo.bench.config import LoadConfig
 from octavo.bench.dataset import Sample
-from octavo.bench.serve import Result
+from octavo.bench.serve import NO_USAGE, Result
 
 _TITLES = {
     "ttft": ("TTFT", "Time to First Token"),
@@ -51,7 +51,7 @@ def count_tokens(answers: Sequence[Answer], count_text: Callable[[str], int] | N
     counts = []
     for answer in answers:
         if answer.error is None and answer.usage is None and count_text is None:
-            answer.error = "the server gives no usage; count tokens with --tokenizer"
+            answer.error = f"the server tells {NO_USAGE}"
         if answer.error is not None:
             counts.append(0)
         elif answer.usage is not None:

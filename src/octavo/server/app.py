@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,14 +18,14 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from octavo import __version__
 from octavo.errors import InvalidRequestError, ModelNotFoundError, OctavoError, RequestTooLargeError
 from octavo.server.config import ServerConfig
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import error_body, from_validation, http_error_body
-from octavo.server.gateway import Gateway
+from octavo.server.gateway import Gateway, request_id
 from octavo.server.openapi import openapi_document
 from octavo.server.prepare import (
     Serving,
@@ -45,6 +46,8 @@ from octavo.text import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+_JSON = "application/json"
+_LINGER_SECONDS = 5
 _INLINE_BYTES = 16_384  # a larger body is read and encoded in a thread
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -160,7 +163,7 @@ class Api:
 
     async def load(self, request: Request) -> Response:
         """How many answers run or wait."""
-        return _json({"server_load": self.engine.num_answers})
+        return _json({"server_load": self.engine.metrics.load()})
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus metrics."""
@@ -246,11 +249,12 @@ def make_app(api: Api) -> ASGIApp:
         metrics.failed(error)
         status, body = error_body(error)
         if api.config.enable_log_requests:
-            logger.info("%s refused with %d: %s", request.url.path, status, error)
-        headers = {"Retry-After": "1"} if status == 503 else {}
+            name = request_id(request.scope)
+            called = "" if name is None else f" ({name})"
+            logger.info("%s%s refused with %d: %s", request.url.path, called, status, error)
         if status == 413:
-            headers["Connection"] = "close"  # the rest of the body isn't read
-        return _json(body, status, headers)
+            return _TooLarge(msgspec.json.encode(body), status, {"Connection": "close"}, _JSON)
+        return _json(body, status, {"Retry-After": "1"} if status == 503 else None)
 
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -284,10 +288,34 @@ def make_app(api: Api) -> ASGIApp:
             )
         )
     paths = [route.path for route in routes]
-    middleware.append(Middleware(Gateway, keys=config.api_key, metrics=metrics, paths=paths))
+    middleware.append(
+        Middleware(
+            Gateway,
+            keys=config.api_key,
+            metrics=metrics,
+            paths=paths,
+            tells_request_id=config.enable_request_id_headers,
+        )
+    )
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
     app.router.redirect_slashes = False
     return app
+
+
+class _TooLarge(Response):
+    """Told at once, while the client may still be sending: many read nothing before they have sent
+    all, so the rest is taken, for a while, and thrown away."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send(
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        )
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER_SECONDS):
+                while (await receive()).get("more_body"):
+                    pass
+        await send({"type": "http.response.body"})
 
 
 async def _run(
@@ -300,4 +328,4 @@ async def _run(
 
 
 def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(value), status, headers, "application/json")
+    return Response(msgspec.json.encode(value), status, headers, _JSON)

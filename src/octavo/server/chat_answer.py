@@ -136,7 +136,7 @@ def _message(pieces: Iterable[Piece]) -> Json:
                 calls[index]["function"]["arguments"] += text
     bare = not content and (calls or reasoning)
     message: Json = {"role": "assistant", "content": None if bare else content}
-    message["refusal"] = None
+    message |= {"refusal": None, "annotations": []}
     if reasoning:
         message |= {"reasoning": reasoning, "reasoning_content": reasoning}
     if calls:

@@ -8,8 +8,11 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 
+# Where several API processes keep what they count: prometheus_client's own variable.
+METRICS_FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 GOODPUT_METRICS = ("ttft", "tpot", "itl", "e2el")
 _GOODPUT = re.compile(r"(\w+):(\d+(?:\.\d+)?)")
 
@@ -61,8 +64,15 @@ class ServerConfig:
     shutdown_timeout: float = 20.0
     """Seconds that running answers get to finish after SIGTERM or Ctrl-C."""
 
+    api_server_count: int = 1
+    """API processes on the port, in front of the one engine process."""
+
     restart_engine: int = 0
     """How often to start the engine again after it has died; then the server ends."""
+
+    watchdog_timeout: float = 300.0
+    """Seconds that the engine may take over a step; then it counts as hung, and is killed. 0 lets
+    it take any time."""
 
     content_rules: str | None = None
     """A file of regular expressions, one a line, that no prompt and no answer may match."""
@@ -86,6 +96,9 @@ class ServerConfig:
     enable_log_requests: bool = False
     """Log every request and what became of it."""
 
+    enable_request_id_headers: bool = False
+    """Give every response the header X-Request-Id: the client's own, or a new one."""
+
     disable_log_stats: bool = False
     """Leave out the line of figures that is logged every ten seconds while there is work."""
 
@@ -96,7 +109,9 @@ class ServerConfig:
             ("max_num_queued_reqs", 0),
             ("max_body_bytes", 1),
             ("shutdown_timeout", 0),
+            ("api_server_count", 1),
             ("restart_engine", 0),
+            ("watchdog_timeout", 0),
         ):
             value = getattr(self, name)
             if value is not None and not value >= low:
@@ -108,6 +123,12 @@ class ServerConfig:
         if not all(self.served_model_name):
             raise ConfigError("served_model_name is empty")
         _ = self.goodput_limits
+
+    def max_answers(self, engine: EngineConfig) -> int | None:
+        """Most answers that may run or wait; None is no limit."""
+        if self.max_num_queued_reqs is None:
+            return None
+        return engine.max_num_seqs + self.max_num_queued_reqs
 
     @property
     def goodput_limits(self) -> dict[str, float]:

@@ -1,82 +1,20 @@
-"""The engine as the API process sees it: started, watched, stopped, and spoken with."""
+"""The engine as an API process sees it: spoken with over a socket, ready, silent or gone."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
-import os
-import signal
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 import zmq
 import zmq.asyncio
 
-from octavo.config import EngineConfig
 from octavo.engine.loop import EngineStats
-from octavo.errors import (
-    ConfigError,
-    EngineDiedError,
-    InvalidRequestError,
-    OctavoError,
-    OverloadedError,
-)
+from octavo.errors import ConfigError, InvalidRequestError, OctavoError, OverloadedError
 from octavo.frontend import Frontend, Submission
 from octavo.outputs import RequestOutput
 from octavo.server import messages
+from octavo.server.limits import check_room
 from octavo.server.metrics import Metrics
-
-logger = logging.getLogger(__name__)
-
-_STOP_SECONDS = 2.0
-_LAST_WORDS_MS = 200
-
-
-class EngineProcess:
-    """A child process that is loading the model from now on."""
-
-    module = "octavo.server.engine_process"
-
-    def __init__(self, config: EngineConfig, address: str) -> None:
-        self.address = address
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", self.module],
-            stdin=subprocess.PIPE,
-            process_group=0,  # Ctrl-C in a terminal reaches the API process only
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        )
-        assert self._process.stdin is not None
-        start = messages.encode(messages.Start(config, address))
-        with contextlib.suppress(BrokenPipeError):  # it is dead: wait() tells
-            self._process.stdin.write(len(start).to_bytes(4, "little") + start)
-            self._process.stdin.flush()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def wait(self) -> str:
-        """Wait for its end and say how it came."""
-        code = self._process.wait()
-        if code < 0:
-            with contextlib.suppress(ValueError):
-                return f"was killed by {signal.Signals(-code).name}"
-        return f"ended with exit code {code}"
-
-    def stop(self) -> None:
-        """End it: it goes when its standard input closes."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
 
 
 class Generation:
@@ -114,28 +52,20 @@ class Generation:
 
 
 class EngineClient:
-    """Gives requests to the engine process and its updates to their calls; event loop only."""
+    """Gives requests to the engine process and its updates to their calls; event loop only.
+    ``max_answers`` is as in :func:`check_room`."""
 
     ready: messages.Ready | None = None
     stats: EngineStats | None = None
     draining = False
+    num_messages = 0  # that the engine has sent
 
     def __init__(
-        self,
-        config: EngineConfig,
-        frontend: Frontend,
-        metrics: Metrics,
-        process: EngineProcess,
-        *,
-        max_queued: int | None = None,
-        restarts: int = 0,
+        self, frontend: Frontend, metrics: Metrics, *, max_answers: int | None = None
     ) -> None:
         self.frontend = frontend
         self.metrics = metrics
-        self._config = config
-        self._process = process
-        self._max_queued = max_queued
-        self._restarts = restarts
+        self._max_answers = max_answers
         self._generations: dict[str, Generation] = {}  # by id of their submissions
         self._answers: set[str] = set()  # engine requests that are not finished
         self._socket: zmq.asyncio.Socket | None = None
@@ -144,7 +74,7 @@ class EngineClient:
 
     @property
     def num_answers(self) -> int:
-        """Answers that run or wait."""
+        """Answers of this process that run or wait."""
         return len(self._answers)
 
     def check_open(self, num_answers: int = 1) -> messages.Ready:
@@ -154,27 +84,24 @@ class EngineClient:
             raise OverloadedError("the server is shutting down; send the request to another")
         if self.ready is None:
             raise OverloadedError("the model is still loading; try again in a few seconds")
-        if self._max_queued is not None:
-            limit = self.ready.max_num_seqs + self._max_queued
-            if self.num_answers + num_answers > limit:
-                raise OverloadedError(
-                    f"{self.num_answers} answers run or wait and this call asks for {num_answers}, "
-                    f"but the limit is {limit} (max_num_seqs + max_num_queued_reqs); try again "
-                    "later"
-                )
+        told = 0 if self.stats is None else self.stats.num_running + self.stats.num_waiting
+        check_room(max(self.num_answers, told), num_answers, self._max_answers)
         return self.ready
 
     def start(self, submissions: Sequence[Submission]) -> Generation:
-        """Give checked requests to the engine. Whoever calls this must call :meth:`drop`."""
+        """Give a call's checked requests to the engine. Whoever calls this must call
+        :meth:`drop`."""
         self.check_open(sum(len(one.requests) for one in submissions))
         generation = Generation(submissions)
+        requests = []
         for submission in submissions:
             self.frontend.register(submission)
             self._generations[submission.output.request_id] = generation
             self.metrics.request_started(submission)
-            for request in submission.requests:
-                self._answers.add(request.request_id)
-                self._send(messages.Add.of(request))
+            requests += submission.requests
+        self._answers.update(request.request_id for request in requests)
+        self.metrics.load_changed(self.num_answers)
+        self._send(messages.Add([messages.NewRequest.of(request) for request in requests]))
         return generation
 
     def drop(self, generation: Generation) -> None:
@@ -200,51 +127,34 @@ class EngineClient:
     def _answer_ended(self, request_id: str, reason: str) -> None:
         if request_id in self._answers:  # else it was aborted a moment before
             self._answers.remove(request_id)
+            self.metrics.load_changed(self.num_answers)
             self.metrics.answer_ended(request_id, reason)
 
     # ---- the engine's life
 
-    async def run(self) -> None:
-        """Follow the engine until it has died once too often. Raises :class:`ConfigError` where the
-        model can't be loaded, else :class:`EngineDiedError`."""
-        try:
-            while True:
-                end = await self._follow(self._process)
-                error = EngineDiedError(f"the engine process {end}; its answers are lost")
-                was_ready, self.ready = self.ready is not None, None
-                self.fail_all(error)
-                if not was_ready or not self._restarts:
-                    raise error
-                self._restarts -= 1
-                logger.error("%s; starting it again, %d restarts left", error, self._restarts)
-                self._process = EngineProcess(self._config, self._process.address + "+")
-        finally:
-            self._process.stop()
+    async def follow(self, address: str) -> None:
+        """Take what the engine at this address says, until cancelled. Raises :class:`ConfigError`
+        where it can't load the model."""
+        with zmq.asyncio.Context.instance().socket(zmq.DEALER) as socket:
+            socket.set_hwm(0)
+            socket.linger = 0
+            socket.connect(address)
+            self._socket = socket
+            try:
+                self._send(messages.Hello())
+                while True:
+                    self._take(messages.decode_from_engine(await socket.recv()))
+            finally:
+                if self._socket is socket:  # else another engine is followed already
+                    self._socket = None
 
-    async def _follow(self, process: EngineProcess) -> str:
-        """Take the engine's messages until it ends; how it ended."""
-        context = zmq.asyncio.Context.instance()
-        self._socket = context.socket(zmq.PAIR)
-        self._socket.set_hwm(0)
-        self._socket.bind(process.address)
-        ended = asyncio.create_task(asyncio.to_thread(process.wait))
-        try:
-            while not ended.done():
-                receiving = asyncio.ensure_future(self._socket.recv())
-                await asyncio.wait({receiving, ended}, return_when=asyncio.FIRST_COMPLETED)
-                if receiving.done():
-                    self._take(messages.decode_from_engine(receiving.result()))
-                else:
-                    receiving.cancel()
-            while await self._socket.poll(_LAST_WORDS_MS):
-                self._take(messages.decode_from_engine(await self._socket.recv()))
-            return ended.result()
-        finally:
-            process.stop()
-            self._socket.close(linger=0)
-            self._socket = None
+    def lost(self, error: OctavoError) -> None:
+        """The engine is gone, and the answers that it was working on with it."""
+        self.ready = self.stats = None
+        self.fail_all(error)
 
     def _take(self, message: messages.FromEngine) -> None:
+        self.num_messages += 1
         match message:
             case messages.Step():
                 self._take_step(message)
@@ -271,9 +181,3 @@ class EngineClient:
             self._answer_ended(request_id, reason)
         for output in step.outputs:
             self._generations[output.request_id].notify()
-
-
-def socket_address() -> tuple[tempfile.TemporaryDirectory[str], str]:
-    """A folder that only this user can enter, and a ZeroMQ address in it."""
-    folder = tempfile.TemporaryDirectory(prefix="octavo-")
-    return folder, f"ipc://{Path(folder.name) / 'engine'}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import faulthandler
 import logging
-import sys
 from collections import defaultdict
 from typing import NoReturn
 
@@ -20,14 +19,12 @@ from octavo.errors import OctavoError
 from octavo.server import messages, processes
 from octavo.server.limits import check_room
 
-_LINGER_MS = 2000  # for a last message to leave
-
 Peer = bytes
 Socket = zmq.Socket[bytes]
 
 
 def main() -> NoReturn:
-    """Run until the API process ends; exit with 1 where the model can't be loaded, having told."""
+    """Run until the first API process ends this one, or ends itself."""
     start = messages.decode_start_engine(processes.begin())
     processes.listen(lambda _: None)
     faulthandler.enable()  # if it is killed because it hangs, the log says where
@@ -39,10 +36,8 @@ def main() -> NoReturn:
     try:
         loaded = build_engine(start.config)
     except OctavoError as error:
-        _tell(socket, _greeted(socket, 1), messages.Failed(str(error)))
-        socket.close(linger=_LINGER_MS)
-        zmq.Context.instance().term()
-        sys.exit(1)
+        while True:  # until the one that reports it has said hello, and ends this
+            _tell(socket, _greeted(socket, 1), messages.Failed(str(error)))
     peers = _greeted(socket, start.num_peers)
     _tell(socket, peers, _ready(loaded.engine, loaded.report))
     EngineServer(loaded.engine, socket, peers, start.max_answers).run()
@@ -132,9 +127,10 @@ def _greeted(socket: Socket, count: int) -> list[Peer]:
 
 
 def _tell(socket: Socket, peers: list[Peer], message: messages.FromEngine) -> None:
-    raw = messages.encode(message) if peers else b""
-    for peer in peers:
-        socket.send_multipart([peer, raw])
+    if peers:
+        raw = messages.encode(message)
+        for peer in peers:
+            socket.send_multipart([peer, raw])
 
 
 def _ready(engine: Engine, report: LoadReport) -> messages.Ready:

@@ -9,6 +9,10 @@ from pydantic import ValidationError
 from octavo.errors import InvalidRequestError, OctavoError
 
 _MAX_NAMED = 4
+_OUR_WORDS = {
+    "extra_forbidden": "unknown or unsupported field",
+    "none_required": "not supported; leave it out",  # a field that may only be null
+}
 
 
 def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
@@ -33,8 +37,7 @@ def from_validation(error: ValidationError) -> InvalidRequestError:
     places: dict[str, list[str]] = {}
     for complaint in complaints:
         path = [str(part) for part in complaint["loc"] if _is_field(part)]
-        unknown = complaint["type"] == "extra_forbidden"
-        message = "unknown or unsupported field" if unknown else complaint["msg"]
+        message = _OUR_WORDS.get(complaint["type"], complaint["msg"])
         places.setdefault(".".join(path), []).append(message)
     named = [
         f"{place}: {' or: '.join(dict.fromkeys(messages))}" if place else messages[0]

@@ -2,21 +2,34 @@
 
 Times are differences of monotonic clock readings of one process: TTFT, ITL and end-to-end latency
 are taken here, in the API process; queue, prefill and decode times in the engine's.
+
+Several API processes count by way of prometheus_client's multiprocess mode: each writes its numbers
+into mapped files of one folder, and whoever is asked adds up all files. The engine tells every
+process its own figures, which are therefore not added.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from octavo.engine.loop import EngineStats, RequestUpdate
 from octavo.frontend import Submission
 from octavo.outputs import RequestMetrics
+from octavo.server.config import METRICS_FOLDER_VARIABLE
 from octavo.server.messages import Ready
 
 PREFIX, ALIAS = "octavo:", "vllm:"
@@ -38,9 +51,11 @@ _LATENCY = (
 # fmt: on
 _TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
 _STEP_TOKENS = tuple(float(2**e) for e in range(15))
+_SPLITS = tuple(2**e for e in range(9))
 _COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 128.0)
 
 _LABELS = ("model_name", "engine")
+LOAD = PREFIX + "server_load"
 
 
 @dataclass
@@ -57,21 +72,39 @@ class _Answer:
 
 
 class Metrics:
-    """Counts what the calls and the engine's updates tell it."""
+    """Counts what the calls and the engine's updates tell it. Of several API processes only one
+    ``counts_steps``, since the engine tells them all of each."""
 
     def __init__(
-        self, model_name: str, goodput: Mapping[str, float] | None = None, alias: bool = False
+        self,
+        model_name: str,
+        goodput: Mapping[str, float] | None = None,
+        alias: bool = False,
+        *,
+        counts_steps: bool = True,
     ) -> None:
         self._model_name = model_name
         self._goodput = dict(goodput or {})
         self._alias = alias
         self._answers: dict[str, _Answer] = {}  # by engine request id
-        self._registry = CollectorRegistry()
+        self._counts_steps = counts_steps
+        self._registry = CollectorRegistry()  # what this process counts
+        self._exported = self._registry  # what is told of all
+        if folder := os.environ.get(METRICS_FOLDER_VARIABLE):
+            self._exported = CollectorRegistry()
+            MultiProcessCollector(self._exported, folder)  # type: ignore[no-untyped-call]
         self._stats: EngineStats | None = None
         self._ready: Ready | None = None
-        self._registry.register(_EngineCollector(self))
+        self._exported.register(_EngineCollector(self))
         self._counted_tokens = 0  # prompt and generated, up to the last step
 
+        self._load = Gauge(
+            LOAD,
+            "Answers that run or wait, as /load tells.",
+            _LABELS,
+            registry=self._registry,
+            multiprocess_mode="livesum",
+        ).labels(*self._labels())
         self._success = self._counter(
             "request_success", "Answers that ended, by reason.", "finished_reason"
         )
@@ -160,7 +193,7 @@ class Metrics:
             answer.last = now
             answer.tokens += len(update.new_token_ids)
         total = stats.prompt_tokens + stats.generation_tokens
-        if total > self._counted_tokens:
+        if self._counts_steps and total > self._counted_tokens:
             self._step_tokens.observe(total - self._counted_tokens)
             self._counted_tokens = total
 
@@ -186,6 +219,9 @@ class Metrics:
         ):
             self._goodput_count.inc()
 
+    def load_changed(self, num_answers: int) -> None:
+        self._load.set(num_answers)
+
     def response_sent(self, handler: str, status: int) -> None:
         self._http.labels(*self._labels(), handler, str(status)).inc()
 
@@ -207,13 +243,18 @@ class Metrics:
 
     # ---- what is exported
 
+    def load(self) -> int:
+        """Answers that run or wait, in all API processes."""
+        labels = dict(zip(_LABELS, self._labels(), strict=True))
+        return int(self._exported.get_sample_value(LOAD, labels) or 0)
+
     def text(self) -> bytes:
         """All of it, in Prometheus's text format."""
         if not self._alias:
-            return generate_latest(self._registry)
+            return generate_latest(self._exported)
         aliases = CollectorRegistry()
-        aliases.register(_Alias(self._registry))
-        return generate_latest(self._registry) + generate_latest(aliases)
+        aliases.register(_Alias(self._exported))
+        return generate_latest(self._exported) + generate_latest(aliases)
 
     def engine_families(self) -> Iterator[Metric]:
         """Gauges and counters as the engine last told them."""
@@ -238,6 +279,13 @@ class Metrics:
             counter = CounterMetricFamily(PREFIX + name, text, labels=_LABELS)
             counter.add_metric(self._labels(), value)
             yield counter
+        splits = HistogramMetricFamily(
+            PREFIX + "attention_num_splits",
+            "Segments of a sequence's history in decode attention, once a step.",
+            labels=_LABELS,
+        )
+        splits.add_metric(self._labels(), *_histogram_of(stats.num_splits))
+        yield splits
         if self._ready is not None:
             info = {
                 "block_size": str(self._ready.block_size),
@@ -261,6 +309,16 @@ class Metrics:
             PREFIX + name, text, _LABELS, registry=self._registry, buckets=buckets
         )
         return histogram.labels(*self._labels())
+
+
+def _histogram_of(counts: Mapping[int, int]) -> tuple[list[tuple[str, float]], float]:
+    """Cumulative buckets, and the sum, of how often each number of splits was there."""
+    below = {str(float(edge)): edge for edge in _SPLITS} | {"+Inf": math.inf}
+    buckets = [
+        (name, float(sum(n for splits, n in counts.items() if splits <= edge)))
+        for name, edge in below.items()
+    ]
+    return buckets, float(sum(splits * n for splits, n in counts.items()))
 
 
 class _EngineCollector(Collector):

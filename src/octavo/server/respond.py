@@ -19,6 +19,7 @@ from octavo.frontend import Submission
 from octavo.sampling_params import SamplingParams
 from octavo.server.answers import Answer, encode_json
 from octavo.server.engine_client import EngineClient, Generation
+from octavo.server.gateway import request_id
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class Respond:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation = self._engine.start(self._submissions)
         if self._log:
-            _log_start(self._submissions)
+            _log_start(self._submissions, request_id(scope))
         gone = asyncio.ensure_future(_until_gone(receive))
         gone.add_done_callback(lambda _: generation.notify())
         try:
@@ -131,7 +132,8 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
-def _log_start(submissions: Sequence[Submission]) -> None:
+def _log_start(submissions: Sequence[Submission], name: str | None) -> None:
+    called = "" if name is None else f" ({name})"
     for one in submissions:
         defaults = SamplingParams()
         said = ", ".join(
@@ -140,7 +142,7 @@ def _log_start(submissions: Sequence[Submission]) -> None:
             if getattr(one.params, field.name) != getattr(defaults, field.name)
         )
         tokens = len(one.output.prompt_token_ids)
-        logger.info("%s came: %d prompt tokens, %s", one.output.request_id, tokens, said)
+        logger.info("%s%s came: %d prompt tokens, %s", one.output.request_id, called, tokens, said)
 
 
 def _log_end(submissions: Sequence[Submission]) -> None:

@@ -41,7 +41,10 @@ class InputMessage(Strict):
     content: str | list[InputText]
     id: str | None = None
     status: str | None = None
-    phase: Unsupported = None
+    phase: Annotated[
+        Literal["commentary", "final_answer"] | None,
+        Field(description="Without effect: no chat template knows of it."),
+    ] = None
 
 
 class InputCall(Strict):
