@@ -10,7 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from octavo.llm import LLM, AsyncLLM
+    from octavo.async_llm import AsyncLLM
+    from octavo.llm import LLM
     from octavo.outputs import CompletionOutput, Logprob, RequestOutput
     from octavo.sampling_params import SamplingParams, StructuredOutputs
 
@@ -18,7 +19,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "octavo.llm",
-    "AsyncLLM": "octavo.llm",
+    "AsyncLLM": "octavo.async_llm",
     "CompletionOutput": "octavo.outputs",
     "Logprob": "octavo.outputs",
     "RequestOutput": "octavo.outputs",

@@ -10,6 +10,7 @@ from octavo.attention.spec import SplitMode
 from octavo.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+KVDtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +38,14 @@ class EngineConfig:
     dtype: Dtype = "auto"
     """What to compute in; auto is float32 on a CPU and bfloat16 on a GPU."""
 
-    kv_cache_dtype: Dtype = "auto"
-    """What keys and values are stored in; auto is the dtype computed in."""
+    quantization: Literal["int8"] | None = None
+    """int8: weights of a checkpoint in F32, F16 or BF16 are rounded to 8 bits at load."""
+
+    kv_cache_dtype: KVDtype = "auto"
+    """What keys and values are stored in; auto is the dtype computed in, bfloat16 on a CPU."""
+
+    threads: int | None = None
+    """Threads to compute with on a CPU; as many as cores are granted if left out."""
 
     exact: bool = False
     """Dequantised weights, float32 activations and KV, no TF32."""
@@ -102,6 +109,7 @@ class EngineConfig:
             ("block_size", 1),
             ("num_gpu_blocks_override", 1),
             ("split_kv_tokens", 1),
+            ("threads", 1),
             ("seed", 0),
         ):
             value = getattr(self, name)
@@ -112,11 +120,10 @@ class EngineConfig:
             if value < low:
                 raise ConfigError(f"{name} is {value}, it must be at least {low}")
         for name, hint in get_type_hints(type(self)).items():
-            choices = get_args(hint) if get_origin(hint) is Literal else ()
+            choices = _choices(hint)
             if choices and getattr(self, name) not in choices:
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)!r}, it must be one of {', '.join(choices)}"
-                )
+                words = ", ".join(str(choice) for choice in choices)
+                raise ConfigError(f"{name} is {getattr(self, name)!r}, it must be one of {words}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization}, "
@@ -127,6 +134,19 @@ class EngineConfig:
                 value = getattr(self, name)
                 if value not in ("auto", "float32"):
                     raise ConfigError(f"exact computes in float32, but {name} is {value}")
+            if self.quantization is not None:
+                raise ConfigError(
+                    f"exact gives nothing up, but quantization is {self.quantization}; "
+                    "leave one of them out"
+                )
+
+
+def _choices(hint: Any) -> tuple[Any, ...]:
+    """What a field may be, where its type is a Literal, or one that may be left out."""
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    literals = [kind for kind in get_args(hint) if get_origin(kind) is Literal]
+    return (*get_args(literals[0]), None) if literals else ()
 
 
 def engine_config(model: str | None, options: dict[str, Any]) -> EngineConfig:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any
 
-from octavo.engine.grammar import check_structure
 from octavo.engine.loop import RequestUpdate
 from octavo.engine.request import Request
 from octavo.errors import ContentRuleError, InvalidRequestError
@@ -140,6 +139,8 @@ class Frontend:
             raise InvalidRequestError("stop strings need the tokenizer, it was skipped", "stop")
         self._check_content(text, token_ids)
         if params.structured_outputs is not None:
+            from octavo.engine.grammar import check_structure  # 30 ms
+
             check_structure(params.structured_outputs)
         arrival = time.monotonic()
         output = RequestOutput(
@@ -208,11 +209,12 @@ class Frontend:
         changed: dict[int, RequestOutput] = {}
         ended: dict[str, FinishReason] = {}
         stopped: list[str] = []
+        now = time.monotonic()
         for update in updates:
             submission = self._submissions.get(update.request_id)
             if submission is None:
                 continue
-            reason = self._apply(submission, update)
+            reason = self._apply(submission, update, now)
             if reason is not None:
                 ended[update.request_id] = reason
                 if update.finish_reason is None:
@@ -220,21 +222,16 @@ class Frontend:
             changed[id(submission)] = submission.output
         return Step(list(changed.values()), ended, stopped)
 
-    def _apply(self, submission: Submission, update: RequestUpdate) -> FinishReason | None:
+    def _apply(
+        self, submission: Submission, update: RequestUpdate, now: float
+    ) -> FinishReason | None:
         """Apply one update; why the answer has ended, if it has."""
         output, params = submission.output, submission.params
-        now = time.monotonic()
-        if output.metrics.first_token_time is None and update.new_token_ids:
-            output.metrics.first_token_time = now
-        output.metrics.first_scheduled_time = update.metrics.first_scheduled_time
-        output.num_cached_tokens = max(output.num_cached_tokens, update.num_cached_tokens)
-        if update.prompt_logprobs is not None:
-            output.prompt_logprobs = [
-                entry and self._name(entry) for entry in update.prompt_logprobs
-            ]
-        output.error = output.error or update.error
         index = 0 if params.n == 1 else int(update.request_id.rpartition("#")[2])
         answer = submission.answers[index]
+        if not answer.output.token_ids:  # the rest comes with the first token, or without any
+            self._note_start(output, update, now)
+        output.error = output.error or update.error
         last = len(update.new_token_ids) - 1
         for i, token_id in enumerate(update.new_token_ids):
             by_id = update.finish_reason == "stop" and i == last
@@ -254,6 +251,16 @@ class Frontend:
                 output.finished = True
                 output.metrics.finished_time = now
         return answer.output.finish_reason
+
+    def _note_start(self, output: RequestOutput, update: RequestUpdate, now: float) -> None:
+        if output.metrics.first_token_time is None and update.new_token_ids:
+            output.metrics.first_token_time = now
+        output.metrics.first_scheduled_time = update.metrics.first_scheduled_time
+        output.num_cached_tokens = max(output.num_cached_tokens, update.num_cached_tokens)
+        if update.prompt_logprobs is not None:
+            output.prompt_logprobs = [
+                entry and self._name(entry) for entry in update.prompt_logprobs
+            ]
 
     def _name(self, entry: TokenLogprobs) -> TokenLogprobs:
         """The same entry with each token's text."""

@@ -105,7 +105,7 @@ def test_t8_a_used_workspace():
     backend = CpuCandidate().open(spec)
     pool = fill_pool(spec, CpuCandidate().kv_layout(spec, num_blocks(rows)), backend, rows)
     plan = backend.plan(rows.batch)
-    for workspace in (plan.part_out, plan.part_m, plan.part_l):
+    for workspace in (plan.step.part_out, plan.step.part_m, plan.step.part_l):
         workspace[:] = np.nan
     out, lse = backend.run(torch.from_numpy(rows.q), *pool, plan)
     check(spec, rows, (out.numpy(), lse.numpy()))
@@ -296,8 +296,8 @@ def test_t26_a_row_is_the_same_alone_in_a_batch_and_permuted(candidate):
 def test_t28_the_workspace_is_as_large_as_the_plan():
     spec = make_spec(num_heads=64, num_kv_heads=8, head_dim=128, split_mode="fixed")
     plan = CpuCandidate().open(spec).plan(make_rows(spec, [1300, 0, 7]).batch)
-    assert plan.part_out.shape == (3 + 0 + 1, 64, 128)
-    assert plan.part_m.shape == plan.part_l.shape == (4, 64)
+    assert plan.step.part_out.shape == (3 + 0 + 1, 64, 128)
+    assert plan.step.part_m.shape == plan.step.part_l.shape == (4, 64)
 
 
 @both

@@ -15,9 +15,9 @@ from octavo.cache.groups import kv_groups
 from octavo.checkpoint import open_checkpoint
 from octavo.config import EngineConfig
 from octavo.engine.batch import StepBatch
-from octavo.engine.build import choose_attention
 from octavo.engine.sampling import SamplingBatch, SamplingRow, make_sampling_batch
 from octavo.models.families import spec_from_config
+from octavo.runtime.candidates import choose_attention
 from octavo.runtime.eager import EagerRuntime, load_eager
 from octavo.runtime.memory import widening_note
 from octavo.runtime.torch_weights import load_weights, random_weights
@@ -131,7 +131,7 @@ def test_nothing_to_announce(tmp_path: Path) -> None:
 def dummy(model: Path, seed: int) -> EagerRuntime:
     spec = spec_from_config(open_checkpoint(model).config)
     groups = kv_groups(spec)
-    selections = choose_attention(EngineConfig(), spec, groups, "cpu")
+    selections = choose_attention(EngineConfig(), spec, groups, "cpu", "float32", "float32")
     blocks = [4] * len(groups)
     return load_eager(spec, None, groups, selections, blocks, num_threads=1, seed=seed)
 

@@ -22,12 +22,12 @@ from octavo.attention.candidates import Selection
 from octavo.cache.groups import KVGroup, kv_groups
 from octavo.checkpoint import open_checkpoint
 from octavo.config import EngineConfig
-from octavo.engine.build import choose_attention
 from octavo.engine.loop import Engine, EngineLimits
 from octavo.engine.request import Request
 from octavo.models.families import spec_from_config
 from octavo.models.spec import DecoderSpec
 from octavo.models.weights import check_weights
+from octavo.runtime.candidates import choose_attention
 from octavo.runtime.eager import EagerRuntime
 from octavo.runtime.torch_weights import DecoderTensors, load_weights
 from octavo.sampling_params import SamplingParams
@@ -82,7 +82,7 @@ def runtime(model: Model, backend: str, num_blocks: int, **settings) -> EagerRun
         )
         return replace(chosen, prefill_spec=prefill, decode_spec=decode)
 
-    chosen = choose_attention(config, model.spec, model.groups, "npu")
+    chosen = choose_attention(config, model.spec, model.groups, "npu", "bfloat16", "bfloat16")
     selections = [opened_here(one) for one in chosen]
     made = EagerRuntime(
         model.spec, model.weights, model.groups, selections, [num_blocks] * len(selections)

@@ -20,13 +20,14 @@ from octavo.checkpoint.quants import FORMATS
 PROMPTS = ("the weather", "h", "The quick brown fox jumps over the lazy dog, 1234567890 times.")
 
 
-@pytest.mark.parametrize("exact", [False, True], ids=["", "exact"])
+@pytest.mark.parametrize("runtime", ["cpu", "eager"])
 @pytest.mark.parametrize("format", FORMATS)
-def test_every_format(tmp_path: Path, format: str, exact: bool) -> None:
+def test_every_format(tmp_path: Path, format: str, runtime: str) -> None:
     file = tmp_path / "tiny.gguf"
     write_tiny_llama_gguf(file, format, seed=3)
     folder = folder_from_gguf(file, tmp_path / "dequantised")
-    llm = load_llm(file, exact=exact)
+    llm = load_llm(file, exact=True, enforce_eager=runtime == "eager")
+    assert llm.report.runtime == runtime
     params = greedy(max_tokens=12, ignore_eos=True, logprobs=20, prompt_logprobs=20)
     for output in llm.generate(PROMPTS, params, use_tqdm=False):
         ids = output.prompt_token_ids + output.outputs[0].token_ids

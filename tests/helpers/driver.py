@@ -19,9 +19,9 @@ from octavo.cache.groups import KVGroup, kv_groups
 from octavo.checkpoint import Checkpoint, open_checkpoint
 from octavo.config import EngineConfig
 from octavo.engine.batch import StepBatch
-from octavo.engine.build import choose_attention
 from octavo.models.families import spec_from_config
 from octavo.models.weights import check_weights
+from octavo.runtime.candidates import choose_attention
 
 Float32 = NDArray[np.float32]
 
@@ -144,7 +144,7 @@ def load(
     spec = check_weights(spec_from_config(checkpoint.config), checkpoint)
     groups = kv_groups(spec)
     config = EngineConfig(dtype=dtype, block_size=block_size, attention_backend=backend)
-    selections = choose_attention(config, spec, groups, "cpu")
+    selections = choose_attention(config, spec, groups, "cpu", dtype, dtype)
     runtime = load_eager(
         spec,
         checkpoint,
@@ -158,6 +158,41 @@ def load(
         layer.k_cache.fill_(float("nan"))
         layer.v_cache.fill_(float("nan"))
     return Driver(runtime, groups, block_size, num_blocks)
+
+
+def load_cpu_runtime(
+    model: Path | Checkpoint,
+    *,
+    block_size: int = 16,
+    num_blocks: int = 128,
+    num_threads: int = 2,
+    max_tokens: int = 512,
+    **options: Any,
+) -> Driver:
+    """A checkpoint on the cpu runtime, every slot of its KV pools NaN (128 times a NaN in int8).
+
+    ``options`` are those of the engine's config, such as ``exact``."""
+    from octavo.runtime.candidates import CpuCandidate, Model
+    from octavo.runtime.cpu import load_cpu
+
+    checkpoint = open_checkpoint(model) if isinstance(model, Path) else model
+    spec = check_weights(spec_from_config(checkpoint.config), checkpoint)
+    config = EngineConfig(
+        block_size=block_size,
+        threads=num_threads,
+        max_num_batched_tokens=max_tokens,
+        attention_backend="cpu",
+        **options,
+    )
+    described = Model(spec, checkpoint, kv_groups(spec), config, "cpu")
+    assert CpuCandidate().supports(described).ok
+    dtypes = CpuCandidate().dtypes(described)
+    selections = choose_attention(config, spec, described.groups, "cpu", *dtypes)
+    runtime = load_cpu(described, selections, [num_blocks] * len(selections))
+    for pool in runtime.pools:
+        for cache in pool:
+            cache.view(np.uint8)[...] = 0xFF
+    return Driver(runtime, described.groups, block_size, num_blocks)
 
 
 def relative_error(logits: Float32, reference: Float32) -> float:

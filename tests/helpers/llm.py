@@ -13,17 +13,23 @@ from octavo.engine.loop import EngineStats
 
 
 def load_llm(model: Path, **options: Any) -> LLM:
-    """``LLM`` on one thread: matrices are tiny, a second thread only waits."""
-    llm = LLM(str(model), **options)
+    """``LLM`` on one thread, exact unless a dtype is given: matrices are tiny, a second thread only
+    waits, and what rounding costs is another test's."""
+    llm = LLM(str(model), **_exact(options))
     torch.set_num_threads(1)
     return llm
 
 
 def load_async(model: Path, **options: Any) -> AsyncLLM:
     """``AsyncLLM``, likewise."""
-    llm = AsyncLLM(str(model), **options)
+    llm = AsyncLLM(str(model), **_exact(options))
     torch.set_num_threads(1)
     return llm
+
+
+def _exact(options: dict[str, Any]) -> dict[str, Any]:
+    rounds = {"dtype", "kv_cache_dtype", "quantization", "exact"} & options.keys()
+    return {"threads": 1, **options, **({} if rounds else {"exact": True})}
 
 
 def greedy(**options: Any) -> SamplingParams:

@@ -39,6 +39,7 @@ def plan(spec: DecoderSpec = DENSE, *, kv_bytes: int = 10**9, **changes: Any) ->
     shape = (1, 16, 2, 64)
     settings = {
         "block_size": 16,
+        "weights": weight_bytes(spec, "float32"),
         "dtype": "float32",
         "utilization": 1.0,
         "max_model_len": 1024,

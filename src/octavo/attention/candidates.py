@@ -20,7 +20,7 @@ from octavo.errors import ConfigError
 
 # First choice first. The class of a candidate stands in the module of its name.
 ORDER: dict[Phase, tuple[str, ...]] = {
-    "prefill": ("flashinfer", "torch", "triton", "ascend_fia", "reference"),
+    "prefill": ("flashinfer", "torch", "triton", "cpu", "ascend_fia", "reference"),
     "decode": ("triton", "flashinfer", "cpu", "ascend_fia", "reference"),
 }
 CLASSES = {

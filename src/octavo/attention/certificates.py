@@ -12,7 +12,6 @@ import os
 import platform
 from collections.abc import Iterable, Iterator
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +34,9 @@ def is_certified(candidate: str, device: str) -> bool:
     if candidate == "reference":
         return True
     wanted = {"candidate": candidate, "hardware": hardware_of(device), "passed": True}
-    now = wanted | {"versions": versions(candidate)}
-    return _any_has(PROJECT_FOLDER, wanted) or _any_has(user_folder(), now)
+    if _any_has(PROJECT_FOLDER, wanted):
+        return True
+    return _any_has(user_folder(), wanted | {"versions": versions(candidate)})
 
 
 def user_folder() -> Path:
@@ -46,6 +46,8 @@ def user_folder() -> Path:
 
 def versions(candidate: str) -> dict[str, str]:
     """What a user's certificate holds for: Octavo and the package that brings the kernel."""
+    from importlib import metadata  # 20 ms
+
     from octavo import __version__
 
     package = KERNEL_PACKAGES[candidate]

@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from octavo.config import EngineConfig
-from octavo.engine.build import choose_device, choose_dtype, open_model
-from octavo.models.families import spec_from_config
+from octavo.engine.build import describe_model, open_model
 from octavo.models.spec import DecoderSpec
-from octavo.runtime.memory import DTYPE_BYTES, weight_bytes
+from octavo.runtime.candidates import choose_runtime
+from octavo.runtime.memory import layout_bytes
 
 
 @dataclass(frozen=True)
@@ -31,17 +31,15 @@ class ReadCost:
 
 def read_cost(config: EngineConfig) -> ReadCost:
     """The cost for the model and the precision of ``config``; no weights are read."""
-    spec = spec_from_config(open_model(config).config)
-    device = choose_device(config)
-    dtype = choose_dtype(config, device)
-    kv_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    model = describe_model(config, open_model(config))
+    spec, choice = model.spec, choose_runtime(model)
     # Embedding a token takes one row of its table, unless that is the head too, which reads all.
-    lookup = 0 if spec.tied_embeddings else spec.vocab_size * spec.hidden_size * DTYPE_BYTES[dtype]
+    lookup = 0 if spec.tied_embeddings else choice.runtime.embed_bytes(model)
     return ReadCost(
         spec=spec,
-        device=device,
-        weight_bytes=weight_bytes(spec, dtype) - lookup,
-        kv_bytes=2 * spec.kv_size * DTYPE_BYTES[kv_dtype],
+        device=model.device,
+        weight_bytes=choice.runtime.weight_bytes(model) - lookup,
+        kv_bytes=layout_bytes(choice.selections[0].kv_layout(1)) // config.block_size,
     )
 
 

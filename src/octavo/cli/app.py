@@ -6,37 +6,42 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from cyclopts import App, CycloptsError, Parameter
 
 from octavo import __version__
-from octavo.cli.backends import backends
-from octavo.cli.bench import bench
-from octavo.cli.chat import chat
-from octavo.cli.run import run
-from octavo.cli.serve import serve
-from octavo.cli.verify import verify
 from octavo.errors import OctavoError
 
 USER_ERROR = 1
 USAGE_ERROR = 2
 
-app = App(
-    name="octavo",
-    help="An LLM inference engine that reads the whole history in parallel and merges it exactly.",
-    version=f"octavo {__version__}",
-    default_parameter=Parameter(negative_iterable=()),
-    suppress_keyboard_interrupt=False,
-)
-for command in (run, chat, serve, backends, verify, bench):
-    app.command(command)
+COMMANDS = ("run", "chat", "serve", "backends", "verify", "bench")
+
+
+def make_app(commands: Sequence[str] = COMMANDS) -> App:
+    """The command with some of its subcommands, each in the module of its name."""
+    app = App(
+        name="octavo",
+        help="An LLM inference engine that reads the whole history in parallel and merges it "
+        "exactly.",
+        version=f"octavo {__version__}",
+        default_parameter=Parameter(negative_iterable=()),
+        suppress_keyboard_interrupt=False,
+    )
+    for command in commands:
+        app.command(getattr(import_module(f"octavo.cli.{command}"), command))
+    return app
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 1 for an error of the user's that a sentence on
     stderr explains, 2 for wrong usage, and 128 + n where signal n would have ended it."""
+    given = sys.argv[1:] if arguments is None else arguments
+    # All six are for --help, and for what is wrong: importing them takes 30 ms.
+    known = [given[0]] if given and given[0] in COMMANDS else COMMANDS
     try:
-        app(arguments, exit_on_error=False, result_action="return_none")
+        make_app(known)(given, exit_on_error=False, result_action="return_none")
         sys.stdout.flush()  # here, so that a closed pipe shows while it can still be caught
     except CycloptsError:
         return USAGE_ERROR  # cyclopts has printed it

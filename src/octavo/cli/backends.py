@@ -1,11 +1,11 @@
-"""``octavo backends``: who computes attention here, and why. No weights are read."""
+"""``octavo backends``: who computes here, and why. No weights are read."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 from cyclopts import Parameter
@@ -15,8 +15,8 @@ from octavo.config import EngineConfig
 
 # Those that choosing depends on ("engine" is the parameter that they are fields of).
 _NAMES = re.compile(
-    "^(engine|revision|device|dtype|kv_cache_dtype|exact|block_size|attention_backend"
-    "|disable_attention_backend|split_kv|split_kv_tokens)$"
+    "^(engine|revision|device|dtype|quantization|kv_cache_dtype|exact|block_size|enforce_eager"
+    "|attention_backend|disable_attention_backend|split_kv|split_kv_tokens)$"
 )
 Flags = Annotated[EngineConfig, Parameter(name="*", group=ENGINE, parse=_NAMES)]
 _STYLES = {"chosen": "bold green", "possible": "default", "off": "yellow", "refused": "dim"}
@@ -29,7 +29,8 @@ def backends(
     as_json: Annotated[Switch, Parameter(name="--json")] = False,
     engine: Flags = EngineConfig(),  # noqa: B008 - frozen
 ) -> None:
-    """List the attention candidates for a model on this machine, and the reason for each verdict.
+    """List the runtimes for a model on this machine and the attention candidates of the one that
+    serves, with the reason for each verdict.
 
     Give the flags that you would give to run: they decide too.
 
@@ -38,48 +39,45 @@ def backends(
     as_json
         Print one JSON object instead of tables.
     """
-    name, device, verdicts = _judge(model, engine)
-    if as_json:
-        print(json.dumps({"model": name, "device": device, "candidates": verdicts}))
-    else:
-        _print_table(f"{name} on {device}", verdicts)
-
-
-def _judge(model: str | None, engine: EngineConfig) -> tuple[str, str, list[dict[str, Any]]]:
-    """The model's name, the device, and a row for each candidate, phase and kind of layer."""
-    from octavo.cache import kv_groups
-    from octavo.engine.build import choose_attention, choose_device, open_model
-    from octavo.models.families import spec_from_config
+    from octavo.engine.build import describe_model, open_model
+    from octavo.runtime.candidates import choose_runtime
 
     checkpoint = open_model(replace(engine, model=model))
-    spec = spec_from_config(checkpoint.config)
-    groups, device = kv_groups(spec), choose_device(engine)
-    verdicts = [
-        {
-            "phase": phase,
-            "layers": len(group.layers),
-            "window": group.window,
-            "candidate": verdict.candidate,
-            "state": verdict.state,
-            "reason": verdict.reason,
-        }
-        for group, selection in zip(
-            groups, choose_attention(engine, spec, groups, device), strict=True
-        )
+    described = describe_model(engine, checkpoint)
+    choice = choose_runtime(described)
+    runtimes = [asdict(verdict) for verdict in choice.verdicts]
+    candidates = [
+        {"phase": phase, "layers": len(group.layers), "window": group.window, **asdict(verdict)}
+        for group, selection in zip(described.groups, choice.selections, strict=True)
         for phase in ("prefill", "decode")
         for verdict in selection.verdicts[phase]
     ]
-    return checkpoint.name, device, verdicts
+    if as_json:
+        answer = {"model": checkpoint.name, "device": described.device}
+        print(json.dumps({**answer, "runtimes": runtimes, "candidates": candidates}))
+        return
+    title = f"{checkpoint.name} on {described.device}"
+    _print_table(f"{title}: runtimes", [("", "", each) for each in runtimes])
+    _print_table(
+        f"{title}: attention",
+        [(_layers(each), each["phase"], each) for each in candidates],
+    )
 
 
-def _print_table(title: str, verdicts: Sequence[dict[str, Any]]) -> None:
+def _layers(candidate: dict[str, Any]) -> str:
+    window = candidate["window"]
+    return f"{candidate['layers']}" + ("" if window is None else f", window {window:,}")
+
+
+def _print_table(title: str, rows: Sequence[tuple[str, str, dict[str, Any]]]) -> None:
+    """Rows of layers, phase and a verdict; what equals the row above it is left out."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
+    with_places = any(place for place, _, _ in rows)
     table = Table(
-        "layers",
-        "phase",
+        *(("layers", "phase") if with_places else ()),
         "candidate",
         "",
         "why",
@@ -87,18 +85,17 @@ def _print_table(title: str, verdicts: Sequence[dict[str, Any]]) -> None:
         title_justify="left",
         box=box.SIMPLE_HEAD,
     )
-    above: tuple[str, str] | None = None
-    for one in verdicts:
-        window = "" if one["window"] is None else f", window {one['window']:,}"
-        place = f"{one['layers']}{window}", one["phase"]
-        if place != above:
+    above: tuple[str, ...] | None = None
+    for *place, one in rows:
+        if above is not None and tuple(place) != above:
             table.add_section()
+        shown = ("", "") if tuple(place) == above else place
         table.add_row(
-            *(("", "") if place == above else place),
+            *(shown if with_places else ()),
             one["candidate"],
             one["state"],
             one["reason"],
             style=_STYLES[one["state"]],
         )
-        above = place
+        above = tuple(place)
     Console().print(table)

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from octavo.attention.candidates import Selection, select
-from octavo.attention.spec import AttentionSpec, Phase
-from octavo.cache import KVGroup, kv_groups
+from octavo.attention.candidates import Selection
+from octavo.cache import kv_groups
 from octavo.checkpoint import Checkpoint, open_checkpoint, resolve_model
 from octavo.config import EngineConfig
-from octavo.engine.grammar import GrammarCompiler
 from octavo.engine.loop import Engine, EngineLimits
 from octavo.errors import ConfigError, InsufficientMemoryError
 from octavo.frontend import Frontend
-from octavo.host import free_memory, granted_cores
+from octavo.host import free_memory
 from octavo.models.families import spec_from_config
-from octavo.models.spec import DecoderSpec
 from octavo.models.weights import check_weights
-from octavo.runtime.memory import plan_kv, widening_note
+from octavo.runtime.candidates import Choice, Model, choose_runtime, refusal_note
+from octavo.runtime.memory import plan_kv
 from octavo.sampling_params import SamplingParams
 from octavo.text import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from octavo.engine.grammar import GrammarCompiler
 
 _SPIN_COUNT = "200"  # some 10 us: a pause takes 140 cycles on recent CPUs
 
@@ -111,43 +112,29 @@ def build_engine(config: EngineConfig) -> Loaded:
         laps.append((phase, time.monotonic()))
 
     checkpoint = open_model(config)
-    spec = spec_from_config(checkpoint.config)
-    if config.load_format == "auto":
-        spec = check_weights(spec, checkpoint)
-    device = choose_device(config)
-    dtype = choose_dtype(config, device)
-    notes = []
-    groups = kv_groups(spec)
-    selections = choose_attention(config, spec, groups, device)
-    max_model_len, num_blocks, note = _plan_blocks(config, spec, groups, selections, device)
-    notes.append(note)
+    model = describe_model(config, checkpoint)
+    spec, groups = model.spec, model.groups
+    choice = choose_runtime(model)
+    max_model_len, num_blocks, note = _plan_blocks(model, choice)
+    notes = [refusal_note(model, choice), choice.runtime.note(model), note]
     lap("open")
     tokenizer, note = _find_tokenizer(config, checkpoint)
     notes.append(note)
     lap("tokenizer")
     params, note = _default_params(config, checkpoint)
     notes.append(note)
-    if config.load_format == "auto":
-        notes.append(widening_note(spec, checkpoint, dtype))
 
     # torch's OpenMP threads spin while they wait. Beside any other busy program that ruins both
     # (1.3 tok/s against 14), so they sleep soon; it has to be said before torch is loaded.
     os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
-    from octavo.runtime.eager import load_eager
-
+    import_module(f"octavo.runtime.{choice.runtime.name}")
     lap("runtime import")
-    runtime = load_eager(
-        spec,
-        checkpoint if config.load_format == "auto" else None,
-        groups,
-        selections,
-        num_blocks,
-        device=device,
-        dtype=dtype,
-        num_threads=granted_cores(),
-    )
+    model = replace(model, config=replace(config, max_model_len=max_model_len))
+    runtime = choice.runtime.load(model, choice.selections, num_blocks)
+    num_blocks = getattr(runtime, "num_blocks", num_blocks)  # where it has measured what fits
     lap("weights")
-    overlapped = device != "cpu" if config.async_scheduling is None else config.async_scheduling
+    on_gpu = model.device != "cpu"
+    overlapped = on_gpu if config.async_scheduling is None else config.async_scheduling
     limits = EngineLimits(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -157,8 +144,14 @@ def build_engine(config: EngineConfig) -> Loaded:
         enable_prefix_caching=config.enable_prefix_caching,
         async_scheduling=overlapped,
     )
-    grammars = None if tokenizer is None else GrammarCompiler(tokenizer, spec.vocab_size)
-    engine = Engine(runtime, groups, limits, grammars)
+
+    def grammars() -> GrammarCompiler:
+        from octavo.engine.grammar import GrammarCompiler  # 30 ms
+
+        assert tokenizer is not None
+        return GrammarCompiler(tokenizer, spec.vocab_size)
+
+    engine = Engine(runtime, groups, limits, None if tokenizer is None else grammars)
     frontend = Frontend(
         tokenizer,
         vocab_size=spec.vocab_size,
@@ -168,9 +161,9 @@ def build_engine(config: EngineConfig) -> Loaded:
     lap("engine")
     report = LoadReport(
         model=checkpoint.name,
-        runtime="eager",
-        attention_backend=_attention_name(selections[0]),
-        precision=_precision(config, dtype, selections[0].decode_spec.kv_dtype),
+        runtime=choice.runtime.name,
+        attention_backend=_attention_name(choice.selections[0]),
+        precision=choice.runtime.precision(model, choice.kv_dtype),
         max_model_len=max_model_len,
         kv_cache_tokens=num_blocks[0] * config.block_size,
         load_seconds=laps[-1][1] - laps[0][1],
@@ -188,6 +181,21 @@ def open_model(config: EngineConfig) -> Checkpoint:
     return open_checkpoint(path, config.model if known_by_name else None, with_weights=real)
 
 
+def describe_model(config: EngineConfig, checkpoint: Checkpoint) -> Model:
+    """What a runtime is asked for; the weights are held against the config."""
+    spec = spec_from_config(checkpoint.config)
+    real = config.load_format == "auto"
+    if real:
+        spec = check_weights(spec, checkpoint)
+    return Model(
+        spec=spec,
+        checkpoint=checkpoint if real else None,
+        groups=kv_groups(spec),
+        config=config,
+        device=choose_device(config),
+    )
+
+
 def choose_device(config: EngineConfig) -> str:
     """The device to run on; auto is the GPU where torch finds one."""
     if config.device == "cpu" or not Path("/proc/driver/nvidia/version").exists():
@@ -197,58 +205,11 @@ def choose_device(config: EngineConfig) -> str:
     return "cuda"
 
 
-def choose_dtype(config: EngineConfig, device: str) -> str:
-    """What to compute in; auto is float32 on a CPU and bfloat16 on a GPU."""
-    if config.exact or (config.dtype == "auto" and device == "cpu"):
-        return "float32"
-    return "bfloat16" if config.dtype == "auto" else config.dtype
-
-
-def choose_attention(
-    config: EngineConfig, spec: DecoderSpec, groups: Sequence[KVGroup], device: str
-) -> list[Selection]:
-    """Each KV group's pair of attention candidates, with every candidate's verdict."""
-    dtype = choose_dtype(config, device)
-
-    def wanted(phase: Phase, group: KVGroup) -> AttentionSpec:
-        return AttentionSpec(
-            phase=phase,
-            device=device,
-            dtype=dtype,
-            kv_dtype=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
-            block_size=config.block_size,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            v_head_dim=spec.head_dim,
-            scale=spec.attention_scale,
-            window=group.window,
-            soft_cap=spec.attention_soft_cap,
-            split_mode=config.split_kv,
-            split_tokens=config.split_kv_tokens,
-        )
-
-    return [
-        select(
-            wanted("prefill", group),
-            wanted("decode", group),
-            backend=config.attention_backend,
-            disabled=config.disable_attention_backend,
-        )
-        for group in groups
-    ]
-
-
-def _plan_blocks(
-    config: EngineConfig,
-    spec: DecoderSpec,
-    groups: Sequence[KVGroup],
-    selections: Sequence[Selection],
-    device: str,
-) -> tuple[int, tuple[int, ...], str | None]:
+def _plan_blocks(model: Model, choice: Choice) -> tuple[int, tuple[int, ...], str | None]:
     """The longest request, each KV group's number of blocks, and a note where the model's own
     limit had to be lowered."""
-    own_limit = spec.max_position
+    config, groups = model.config, model.groups
+    own_limit = model.spec.max_position
     max_model_len = config.max_model_len or own_limit
     if max_model_len > own_limit:
         raise ConfigError(
@@ -260,18 +221,19 @@ def _plan_blocks(
 
     def plan(length: int) -> tuple[int, ...]:
         return plan_kv(
-            spec,
+            model.spec,
             groups,
-            [selection.kv_layout(1) for selection in selections],
+            [selection.kv_layout(1) for selection in choice.selections],
             block_size=config.block_size,
-            dtype=choose_dtype(config, device),
-            free_bytes=_free_memory(device),
+            weights=choice.runtime.weight_bytes(model),
+            dtype=choice.dtype,
+            free_bytes=_free_memory(model.device),
             utilization=config.gpu_memory_utilization,
             max_model_len=length,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             prefix_caching=config.enable_prefix_caching,
-            fill=device != "cpu",
+            fill=model.device != "cpu",
         )
 
     try:
@@ -362,15 +324,3 @@ def _eos_token_ids(checkpoint: Checkpoint) -> frozenset[int]:
 def _attention_name(selection: Selection) -> str:
     names = [selection.decode, selection.prefill]
     return " + ".join(dict.fromkeys(names))
-
-
-def _precision(config: EngineConfig, dtype: str, kv_dtype: str) -> str:
-    """What is computed in, and what of the checkpoint's precision is given up for it."""
-    if config.exact:
-        return "float32 (exact)"
-    rounded = []
-    if dtype != "float32":
-        rounded.append(f"weights and activations rounded to {dtype}")
-    if kv_dtype != "float32":
-        rounded.append(f"KV rounded to {kv_dtype}")
-    return f"{dtype} ({', '.join(rounded)})" if rounded else dtype

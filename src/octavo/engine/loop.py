@@ -17,15 +17,17 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
-from concurrent import futures
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from octavo.cache import KVCache, KVGroup
 from octavo.engine.batch import StepBatch, build_step_batch
+from octavo.engine.decode_run import DecodeRun, start_run
 from octavo.engine.request import Request, RequestStatus
 from octavo.engine.sampling import (
     INVALID_TOKEN,
@@ -36,15 +38,18 @@ from octavo.engine.sampling import (
 from octavo.engine.scheduler import ScheduledRow, Scheduler
 from octavo.errors import ConfigError, ContextLengthError, InvalidRequestError
 from octavo.outputs import FinishReason, RequestMetrics, TokenLogprobs
-from octavo.runtime import Runtime
+from octavo.runtime import ReportsSplits, Runtime
 
 if TYPE_CHECKING:
+    from concurrent import futures
+
     from octavo.engine.grammar import GrammarCompiler, GrammarMatcher
 
 _NOT_FINITE = (
     "the model's logits are not finite (NaN or infinity): the checkpoint is damaged, or its values "
     "exceed the chosen dtype; try another dtype, or exact=True"
 )
+_NONE = np.empty(0, np.int32)
 _COMPILE_POLL = 0.01  # seconds to wait for a grammar when there is nothing else to do
 
 
@@ -100,7 +105,8 @@ class RequestUpdate(NamedTuple):
 @dataclass(frozen=True)
 class EngineStats:
     """Gauges, and counters since the engine began. ``kv_cache_usage`` goes from 0 to 1; prefix
-    cache queries and hits count the prompt tokens of requests admitted for the first time."""
+    cache queries and hits count the prompt tokens of requests admitted for the first time;
+    ``num_splits`` is empty where the runtime doesn't tell."""
 
     num_running: int
     num_waiting: int
@@ -112,27 +118,31 @@ class EngineStats:
     prompt_tokens: int
     generation_tokens: int
     finished: dict[FinishReason, int]
+    num_splits: dict[int, int] = field(default_factory=dict)  # segments: how often a row had them
 
 
 @dataclass(frozen=True)
 class _Step:
-    """A step whose forward is launched; ``handle`` is that of its sampling, launched later."""
+    """A step whose forward is launched; ``handle`` is that of its sampling, launched later. A step
+    of a run has ``decoding`` instead of ``rows``: requests, a token each."""
 
     rows: list[ScheduledRow]
     batch: StepBatch
-    handle: Any = field(default=None)
+    decoding: list[Request] | None = None
+    handle: Any = None
 
 
 class Engine:
     """Requests in, updates out, one :meth:`step` at a time; not for several threads at once.
-    ``grammars`` is None where there is no tokenizer: structured outputs are then refused."""
+    ``grammars`` makes the compiler that the first structured output needs; without a tokenizer it
+    is None, and they are refused."""
 
     def __init__(
         self,
         runtime: Runtime,
         kv_groups: Sequence[KVGroup],
         limits: EngineLimits,
-        grammars: GrammarCompiler | None = None,
+        grammars: Callable[[], GrammarCompiler] | None = None,
     ) -> None:
         if len(kv_groups) != len(limits.num_blocks):
             raise ConfigError(
@@ -144,15 +154,22 @@ class Engine:
             kv_groups, limits.num_blocks, limits.block_size, limits.enable_prefix_caching
         )
         self._scheduler = Scheduler(self._kv, limits.max_num_seqs, limits.max_num_batched_tokens)
-        self._grammars = grammars
+        self._make_grammars = grammars
         self._requests: dict[str, Request] = {}
         # Not yet with the scheduler: the grammar being made, and the limit of tokens.
         self._compiling: dict[Request, tuple[futures.Future[GrammarMatcher], int]] = {}
         self._in_flight: _Step | None = None
+        self._run: DecodeRun | None = None  # that the next step may belong to
         self._updates: list[RequestUpdate] = []  # not returned yet
         self._num_steps = 0
         self._generation_tokens = 0
         self._finished: Counter[FinishReason] = Counter()
+        self._num_splits: Counter[int] = Counter()
+        self._reporter = runtime if isinstance(runtime, ReportsSplits) else None
+
+    @cached_property
+    def _grammars(self) -> GrammarCompiler | None:
+        return None if self._make_grammars is None else self._make_grammars()
 
     @property
     def has_work(self) -> bool:
@@ -208,7 +225,7 @@ class Engine:
         if request.params.max_tokens is not None:
             limit = min(limit, len(request.prompt_token_ids) + request.params.max_tokens)
         self._requests[request.request_id] = request
-        if self._grammars is not None and request.params.structured_outputs is not None:
+        if request.params.structured_outputs is not None and self._grammars is not None:
             made = self._grammars.compile(request.params.structured_outputs)
             self._compiling[request] = made, limit
         else:
@@ -230,11 +247,12 @@ class Engine:
         then be aborted, or computed again by further steps."""
         try:
             self._queue_compiled()
-            launched = self._launch_forward()
+            launched = self._launch_of_run() or self._launch_forward()
             self._deliver()
             if launched is not None:
-                handle = self._runtime.sample(self._sampling_batch(launched))
-                self._in_flight = _Step(launched.rows, launched.batch, handle)
+                if launched.handle is None:
+                    launched = self._launch_sampling(launched)
+                self._in_flight = launched
                 if not self.limits.async_scheduling:
                     self._deliver()
         except BaseException:
@@ -256,12 +274,15 @@ class Engine:
             prompt_tokens=scheduler.prompt_tokens,
             generation_tokens=self._generation_tokens,
             finished=dict(self._finished),
+            num_splits=dict(self._num_splits),
         )
 
     def _queue_compiled(self) -> None:
         """Hand requests whose grammar is ready to the scheduler."""
         scheduler = self._scheduler
         if self._compiling and not (scheduler.running or scheduler.waiting or self._in_flight):
+            from concurrent import futures
+
             makers = [made for made, _ in self._compiling.values()]
             futures.wait(makers, _COMPILE_POLL, return_when=futures.FIRST_COMPLETED)
         ready = [(request, *rest) for request, rest in self._compiling.items() if rest[0].done()]
@@ -275,15 +296,38 @@ class Engine:
                 self._remove(request, "abort", time.monotonic())
                 self._updates.append(_refused(request, f"the grammar doesn't compile: {problem}"))
 
+    def _launch_of_run(self) -> _Step | None:
+        """Launch the next step of the run, its sampling too: it hangs on nothing that the step in
+        flight may bring."""
+        if self._run is None:
+            return None
+        step = self._run.next(on_device=self._in_flight is not None)
+        if step is None:
+            self._run = None
+            return None
+        self._forward(step.batch)
+        return _Step([], step.batch, step.requests, self._runtime.sample(step.sampling))
+
     def _launch_forward(self) -> _Step | None:
         rows = self._scheduler.schedule()
         if not rows:
             return None
         batch = build_step_batch(rows, self.limits.block_size)
+        self._forward(batch)
+        return _Step(rows, batch)
+
+    def _launch_sampling(self, step: _Step) -> _Step:
+        sampling = self._sampling_batch(step)
+        handle = self._runtime.sample(sampling)
+        self._run = start_run(step.rows, step.batch, sampling, self._scheduler, self._kv)
+        return replace(step, handle=handle)
+
+    def _forward(self, batch: StepBatch) -> None:
         self._kv.step_launched()
         self._runtime.forward(batch)
         self._num_steps += 1
-        return _Step(rows, batch)
+        if self._reporter is not None and self._reporter.num_splits is not None:
+            self._num_splits.update(self._reporter.num_splits.tolist())
 
     def _sampling_batch(self, step: _Step) -> SamplingBatch:
         sampling = [_sampling_row(row.request) for row in step.rows if row.samples]
@@ -291,9 +335,7 @@ class Engine:
         return make_sampling_batch(
             sampling,
             sample_indices=step.batch.sample_indices,
-            prompt_indices=np.setdiff1d(
-                np.arange(len(step.batch.logits_indices)), step.batch.sample_indices
-            ),
+            prompt_indices=_others(step.batch.sample_indices, len(step.batch.logits_indices)),
             prompt_targets=[request.token_ids[position + 1] for request, position in scored],
             prompt_top=[request.params.prompt_logprobs or 0 for request, _ in scored],
             vocab_size=self._runtime.vocab_size,
@@ -309,6 +351,9 @@ class Engine:
         self._kv.step_done()
         now = time.monotonic()
         token_ids = output.token_ids.tolist()
+        if step.decoding is not None:
+            self._deliver_decoded(step.decoding, step.batch, token_ids, output.logprobs, now)
+            return
         num_sampled = num_scored = 0
         for row in step.rows:
             chosen = slice(num_sampled, num_sampled + row.samples)
@@ -321,6 +366,55 @@ class Engine:
             )
             if update is not None:
                 self._updates.append(update)
+
+    def _deliver_decoded(
+        self,
+        requests: list[Request],
+        batch: StepBatch,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs | None],
+        now: float,
+    ) -> None:
+        """What :meth:`_advance` does, for a step of a run: where an id ends nothing, in short."""
+        updates = self._updates
+        num_ended = 0
+        for i, (request, token_id) in enumerate(zip(requests, token_ids, strict=True)):
+            if request.status is RequestStatus.FINISHED:
+                num_ended += 1
+                continue
+            known = request.token_ids
+            if (
+                token_id < 0
+                or token_id in request.stop_ids
+                or len(known) + 1 >= request.max_total_tokens
+            ):
+                num_ended += 1
+                stop = int(batch.seq_lens[i])
+                row = ScheduledRow(request, stop - 1, stop, True, range(0))
+                update = self._advance(row, [token_id], logprobs[i : i + 1], [], now)
+                if update is not None:
+                    updates.append(update)
+                continue
+            request.num_pending_ids -= 1
+            request.output_token_ids.append(token_id)
+            known.append(token_id)
+            updates.append(
+                RequestUpdate(
+                    request.request_id,
+                    [token_id],
+                    None if request.params.logprobs is None else [logprobs[i]],
+                    None,
+                    None,
+                    None,
+                    request.num_cached_tokens,
+                    request.metrics,
+                )
+            )
+        self._generation_tokens += len(requests) - num_ended
+        full = np.flatnonzero(batch.seq_lens % self.limits.block_size == 0)
+        for i in full.tolist():  # blocks that this step has filled
+            if requests[i].status is RequestStatus.RUNNING:
+                self._kv.store(requests[i].blocks, requests[i].token_ids, int(batch.seq_lens[i]))
 
     def _advance(
         self,
@@ -394,7 +488,7 @@ class Engine:
 
     def _lose_steps(self) -> None:
         """Forget the steps in flight: what ran is computed again, and equal ids come of it."""
-        self._in_flight = None
+        self._in_flight = self._run = None
         self._kv.cancel_steps()
         self._scheduler.requeue_running()
         for request in self._requests.values():
@@ -412,6 +506,13 @@ class Engine:
         if room:
             need += f" and needs room for one more ({prompt_len + room})"
         return f"{need}, but {holder}; shorten the prompt or raise the limit"
+
+
+def _others(indices: NDArray[np.int32], count: int) -> NDArray[np.int32]:
+    """Which of ``count`` are not among ``indices`` (ascending)."""
+    if len(indices) == count:
+        return _NONE
+    return np.delete(np.arange(count, dtype=np.int32), indices)
 
 
 def _refused(request: Request, error: str) -> RequestUpdate:

@@ -44,13 +44,14 @@ IMPOSSIBLE_LOGPROB = -9999.0  # OpenAI's value for a token that can't occur; JSO
 _TOP_P_TOLERANCE = 1e-6
 # A token this far below the likeliest one (in scaled logits) can't win, for the noise spans 26,
 # and a whole vocabulary of them weighs nothing in top_p: 262,144 * e^-30 = 2e-8.
-_OUT_OF_REACH = 30.0
+LOWEST_SCORE = -30.0
 # What a mask adds to eight logits, by the byte of their bits: ten times faster than bit by bit.
 _MASK_ADDENDS = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"),
     np.float32(0.0),
     np.float32(-np.inf),
 )
+_NO_COUNTS = np.empty((3, 0), np.int32)
 _FLOAT32_SAFE = 1e30  # parameters beyond it (or its inverse) would make infinities of logits
 
 
@@ -112,6 +113,12 @@ class SamplingBatch:
     prompt_targets: Int32  # [P]
     prompt_top: Int32  # [P], how many of the likeliest to report
 
+    @property
+    def edits_logits(self) -> bool:
+        """Whether any row has bans, biases, penalties or a mask."""
+        edits = self.ban_rows, self.bias_rows, self.count_rows, self.mask_rows
+        return any(len(rows) > 0 for rows in edits)
+
 
 @dataclass(frozen=True)
 class SampleOutput:
@@ -139,40 +146,64 @@ def make_sampling_batch(
 ) -> SamplingBatch:
     """Lay the rows' parameters out as arrays. Token ids are below ``vocab_size``, as
     :meth:`SamplingParams.check_vocabulary` ensures; a ban on an id beyond it has no effect."""
-    params = [row.params for row in rows]
     bans = [
         (r, token)
         for r, row in enumerate(rows)
+        if row.banned_ids
         for token in sorted(row.banned_ids)
         if token < vocab_size
     ]
     biases = [
         (r, token, bias)
-        for r, p in enumerate(params)
-        for token, bias in sorted((p.logit_bias or {}).items())
+        for r, row in enumerate(rows)
+        if row.params.logit_bias
+        for token, bias in sorted(row.params.logit_bias.items())
     ]
     counts = [
         _count_tokens(r, row, vocab_size) for r, row in enumerate(rows) if _has_penalty(row.params)
     ]
-    count_rows, count_ids, count_output = np.concatenate(
-        [np.empty((3, 0), np.int32), *counts], axis=1
-    )
+    count_rows, count_ids, count_output = np.concatenate(counts, axis=1) if counts else _NO_COUNTS
     masks = [(r, row.mask) for r, row in enumerate(rows) if row.mask is not None]
+    # One array of each dtype for all rows, since a small array costs as much as a large one.
+    floats = [
+        (
+            min(p.temperature, _FLOAT32_SAFE),
+            p.top_p,
+            p.min_p,
+            min(max(p.repetition_penalty, 1 / _FLOAT32_SAFE), _FLOAT32_SAFE),
+            p.frequency_penalty,
+            p.presence_penalty,
+        )
+        for p in (row.params for row in rows)
+    ]
+    ints = [
+        (
+            p.top_k if 0 < p.top_k < vocab_size else vocab_size,
+            row.choice,
+            row.position,
+            -1 if p.logprobs is None else p.logprobs,
+        )
+        for row, p in ((row, row.params) for row in rows)
+    ]
+    temperature, top_p, min_p, repetition, frequency, presence = np.array(
+        list(zip(*floats, strict=True)) or [()] * 6, np.float32
+    )
+    top_k, choice, position, num_logprobs = np.array(
+        list(zip(*ints, strict=True)) or [()] * 4, np.int32
+    )
     return SamplingBatch(
         sample_indices=np.asarray(sample_indices, np.int32),
-        temperature=_float32(min(p.temperature, _FLOAT32_SAFE) for p in params),
-        top_k=_int32(p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params),
-        top_p=_float32(p.top_p for p in params),
-        min_p=_float32(p.min_p for p in params),
-        repetition_penalty=_float32(
-            min(max(p.repetition_penalty, 1 / _FLOAT32_SAFE), _FLOAT32_SAFE) for p in params
-        ),
-        frequency_penalty=_float32(p.frequency_penalty for p in params),
-        presence_penalty=_float32(p.presence_penalty for p in params),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition,
+        frequency_penalty=frequency,
+        presence_penalty=presence,
         seed=np.array([row.seed for row in rows], np.uint64),
-        choice=_int32(row.choice for row in rows),
-        position=_int32(row.position for row in rows),
-        num_logprobs=_int32(-1 if p.logprobs is None else p.logprobs for p in params),
+        choice=choice,
+        position=position,
+        num_logprobs=num_logprobs,
         ban_rows=_int32(r for r, _ in bans),
         ban_ids=_int32(token for _, token in bans),
         bias_rows=_int32(r for r, _, _ in biases),
@@ -203,8 +234,14 @@ def sample(logits: Float32, batch: SamplingBatch) -> SampleOutput:
         if not math.isfinite(row[token_ids[r]]):
             token_ids[r] = INVALID_TOKEN
         elif batch.temperature[r] > 0:
-            token_ids[r] = _draw(row, r, batch)
+            token_ids[r] = draw(row, r, batch)
+    return report(logits, batch, token_ids)
 
+
+def report(logits: Float32, batch: SamplingBatch, token_ids: Int32) -> SampleOutput:
+    """The choice of ``token_ids`` [S] from ``logits [L, V]``, with the log probabilities asked
+    for."""
+    raw = [logits[index] for index in batch.sample_indices]
     logprobs = [
         _token_logprobs(row, int(token), int(top)) if top >= 0 and token != INVALID_TOKEN else None
         for row, token, top in zip(raw, token_ids, batch.num_logprobs, strict=True)
@@ -251,7 +288,7 @@ def _edit(raw: list[Float32], batch: SamplingBatch) -> list[Float32]:
     return edited
 
 
-def _draw(row: Float32, r: int, batch: SamplingBatch) -> int:
+def draw(row: Float32, r: int, batch: SamplingBatch) -> int:
     """The token that row ``r`` draws from its edited, finite logits."""
     ids, scores = _candidates(
         row,
@@ -271,7 +308,7 @@ def _candidates(
     divided by the temperature. Ids that can't win are left out too."""
     with np.errstate(over="ignore"):  # a tiny temperature sends the others to -inf, as it should
         scores = (row - row.max()) / np.float32(temperature)
-    floor = max(math.log(min_p), -_OUT_OF_REACH) if min_p > 0 else -_OUT_OF_REACH
+    floor = max(math.log(min_p), LOWEST_SCORE) if min_p > 0 else LOWEST_SCORE
     ids = np.flatnonzero(scores >= floor)
     scores = scores[ids]
     if top_k < len(ids):

@@ -49,6 +49,8 @@ class Scheduler:
         self.prefix_cache_queries = 0  # tokens
         self.prefix_cache_hits = 0  # tokens
         self.prompt_tokens = 0
+        self.epoch = 0  # counts admissions and preemptions: what runs is no longer what ran
+        self.num_removed = 0  # finished or aborted
         self._kv = kv_cache
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -67,8 +69,18 @@ class Scheduler:
         """Take a finished or aborted request out; its blocks go back."""
         queue = self.running if request.status is RequestStatus.RUNNING else self.waiting
         _take(queue, request)
+        self.num_removed += 1
         request.status = RequestStatus.FINISHED
         self._kv.release(request.blocks)
+
+    @property
+    def may_admit(self) -> bool:
+        """Whether a waiting request might be admitted now; to be sure, :meth:`schedule` tries."""
+        return (
+            bool(self.waiting)
+            and len(self.running) < self._max_num_seqs
+            and self._refused != (self.waiting[0], self._kv.num_returns)
+        )
 
     def schedule(self) -> list[ScheduledRow]:
         """Plan one step and count its tokens as computed. Rows of one token come first; no rows
@@ -134,6 +146,7 @@ class Scheduler:
             self._refused = (request, self._kv.num_returns)
             return False
         del self.waiting[0]
+        self.epoch += 1
         insort(self.running, request, key=_order)
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = num_hits * self._kv.block_size
@@ -147,6 +160,7 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request) -> None:
+        self.epoch += 1
         _take(self.running, request)
         self._kv.release(request.blocks)
         request.status = RequestStatus.WAITING

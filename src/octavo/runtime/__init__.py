@@ -6,9 +6,12 @@ is the only call that blocks. The device carries launches out in their order.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from octavo.engine.batch import StepBatch
     from octavo.engine.sampling import SampleOutput, SamplingBatch
 
@@ -33,3 +36,13 @@ class Runtime(Protocol):
 
     def wait(self, handle: Any) -> SampleOutput:
         """Block until the step of this handle is done and return what was chosen."""
+
+
+@runtime_checkable
+class ReportsSplits(Protocol):
+    """What a runtime may have besides: how decode attention cut the histories, for the metrics."""
+
+    @property
+    def num_splits(self) -> NDArray[np.int32] | None:
+        """Segments of each single-token row of the last forward [R], in the first KV group; None
+        where they are decided on the device."""

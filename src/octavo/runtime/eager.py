@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
@@ -133,8 +134,9 @@ class EagerRuntime:
         self.device = weights.embed.device
         self.dtype = weights.embed.dtype
         self.logits = torch.empty(0, spec.vocab_size, device=self.device)  # [L, vocab], float32
+        self.num_splits: NDArray[np.int32] | None = None
         self._weights = weights
-        self.layers = _layers(spec, weights, groups, selections, num_blocks)
+        self.layers = make_layers(spec, weights, groups, selections, num_blocks)
         self._backends = [open_pair(selection) for selection in selections]
         self._program = self._bind()
         self._ropes = {layer.rope for layer in spec.layers}
@@ -151,6 +153,8 @@ class EagerRuntime:
                 op(self, step)
             self.logits = step.logits
         self._batch = batch
+        splits = getattr(step.groups[0].decode_plan, "splits", None)
+        self.num_splits = None if splits is None else splits.num_splits
 
     def sample(self, batch: SamplingBatch) -> SampleOutput:
         """See :class:`octavo.runtime.Runtime`; the host chooses: the output is its own handle."""
@@ -302,7 +306,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((turned, x[..., rotary_dim:]), dim=-1)
 
 
-def _layers(
+def make_layers(
     spec: DecoderSpec,
     weights: DecoderTensors,
     groups: Sequence[KVGroup],

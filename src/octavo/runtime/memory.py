@@ -12,7 +12,7 @@ from octavo.errors import InsufficientMemoryError
 from octavo.models.spec import DecoderSpec
 from octavo.models.weights import num_parameters
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 
 _MAX_SLOTS = 2**31 - 1  # slots are int32
 _GB = 1e9
@@ -52,6 +52,7 @@ def plan_kv(
     layouts: Sequence[KVLayout],
     *,
     block_size: int,
+    weights: int,
     dtype: str,
     free_bytes: int,
     utilization: float,
@@ -60,20 +61,23 @@ def plan_kv(
     max_num_batched_tokens: int,
     prefix_caching: bool,
     fill: bool,
+    activations: int | None = None,
 ) -> tuple[int, ...]:
     """Blocks for each KV group, from the memory that weights and activations leave.
 
-    ``layouts`` are those of one block of one layer in each group. The model may use the share
-    ``utilization`` of ``free_bytes``. With ``fill`` the pools take all that is left, as on a GPU;
-    without, no more than ``max_num_seqs`` requests of ``max_model_len`` tokens can use. A request
-    takes its whole length from a full-attention group and its window from a sliding one, where
-    prefix caching doubles it to let prefixes outlive their requests; a step's new tokens
-    (``max_num_batched_tokens``) come on top there.
+    ``weights`` are their bytes once loaded, ``dtype`` is that of activations. ``layouts`` are those
+    of one block of one layer in each group. The model may use the share ``utilization`` of
+    ``free_bytes``. With ``fill`` the pools take all that is left, as on a GPU; without, no more
+    than ``max_num_seqs`` requests of ``max_model_len`` tokens can use. A request takes its whole
+    length from a full-attention group and its window from a sliding one, where prefix caching
+    doubles it to let prefixes outlive their requests; a step's new tokens
+    (``max_num_batched_tokens``) come on top there. ``activations`` are a full step's bytes, where
+    they have been measured.
 
     Raises :class:`InsufficientMemoryError` where not even one request of ``max_model_len`` fits.
     """
-    weights = weight_bytes(spec, dtype)
-    activations = activation_bytes(spec, dtype, max_num_batched_tokens, max_num_seqs)
+    if activations is None:
+        activations = activation_bytes(spec, dtype, max_num_batched_tokens, max_num_seqs)
     usable = int(free_bytes * utilization)
     budget = usable - weights - activations
 
@@ -124,9 +128,13 @@ def plan_kv(
     )
 
 
+def layout_bytes(layout: KVLayout) -> int:
+    """Bytes of one layer's pool."""
+    return (prod(layout.k_shape) + prod(layout.v_shape)) * DTYPE_BYTES[layout.dtype]
+
+
 def _block_bytes(group: KVGroup, layout: KVLayout) -> int:
-    elements = prod(layout.k_shape) + prod(layout.v_shape)
-    return len(group.layers) * elements * DTYPE_BYTES[layout.dtype]
+    return len(group.layers) * layout_bytes(layout)
 
 
 def _blocks(tokens: int, block_size: int) -> int:

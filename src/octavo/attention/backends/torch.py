@@ -82,7 +82,10 @@ class TorchBackend(NhdPool):
     def plan(self, batch: AttentionBatch) -> TorchPlan:
         import torch
 
-        table = torch.as_tensor(batch.block_table).to(self.spec.device, copy=True)
+        table = torch.as_tensor(batch.block_table)
+        if self.spec.device != "cpu":  # from pinned memory nothing waits
+            table = table.pin_memory()
+        table = table.to(self.spec.device, non_blocking=True, copy=True)
         edges, lens = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
         live = [row for row, n in enumerate(lens) if n > 0 and edges[row] < edges[row + 1]]
         return TorchPlan(
@@ -114,7 +117,7 @@ class TorchBackend(NhdPool):
 
 def causal_row(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """A row's newest Q tokens, ``q`` [Q, H, D], against all its keys, ``k`` [n, Hkv, D] and ``v``
-    [n, Hkv, Dv]: ``out`` [Q, H, Dv] and ``lse`` [Q, H], float32."""
+    [n, Hkv, Dv]: ``out`` [Q, H, Dv], in q's dtype or float32, and ``lse`` [Q, H], float32."""
     import torch
     from torch.nn.functional import pad
 
@@ -127,10 +130,14 @@ def causal_row(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, T
     partials = [sdpa(queries, k[a:b], v[a:b], scale, causal=False) for a, b in segments]
     partials.append(sdpa(queries, keys, values, scale, causal=True))
     new = slice(ahead, ahead + len(q))
-    outs, lses = zip(*((out[new].float(), lse[new]) for out, lse in partials), strict=True)
+    outs, lses = zip(*((out[new], lse[new]) for out, lse in partials), strict=True)
     if not segments:
         return outs[0], lses[0]
-    return merge_lse(torch.stack(outs), torch.stack(lses))
+    if q.is_cuda:
+        from octavo.kernels.merge_rows.triton import merge_rows
+
+        return merge_rows(torch.stack(outs), torch.stack(lses))
+    return merge_lse(torch.stack(outs).float(), torch.stack(lses))
 
 
 def prefix_segments(length: int) -> list[tuple[int, int]]:

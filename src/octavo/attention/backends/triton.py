@@ -107,6 +107,18 @@ class TritonBackend:
             self._captured[shape] = plan
         return plan
 
+    def plan_on_device(
+        self, query_start_loc: Tensor, seq_lens: Tensor, block_table: Tensor
+    ) -> TritonPlan:
+        """A plan that reads these int32 tensors whenever it runs: nothing is uploaded, and a
+        captured ``run`` sees the rows that are in them then. Decode looks at no
+        ``query_start_loc``. The block table is as wide as a row may become."""
+        scratch = None
+        if self.spec.phase == "decode":
+            longest = block_table.shape[1] * self.spec.block_size
+            scratch = self._scratch_of(len(seq_lens), longest)
+        return TritonPlan(seq_lens, block_table, query_start_loc, scratch)
+
     def _scratch_of(self, num_rows: int, max_tokens: int) -> Scratch:
         """The one scratch of this backend, made anew where it is too small; plans hold on to
         theirs."""

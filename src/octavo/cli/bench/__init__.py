@@ -5,6 +5,7 @@ from __future__ import annotations
 from cyclopts import App
 
 from octavo.cli.bench.attention import attention
+from octavo.cli.bench.kernels import kernels
 from octavo.cli.bench.latency import latency
 from octavo.cli.bench.serve import serve
 from octavo.cli.bench.startup import startup
@@ -13,5 +14,5 @@ from octavo.cli.bench.throughput import throughput
 __all__ = ["bench"]
 
 bench = App(name="bench", help="Measure how fast Octavo, or another server, is on this machine.")
-for command in (serve, throughput, latency, startup, attention):
+for command in (serve, throughput, latency, startup, attention, kernels):
     bench.command(command)

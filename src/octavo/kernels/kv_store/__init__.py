@@ -1,1 +1,2 @@
-"""Writing a step's new keys and values into the paged cache. ``triton.py`` is for CUDA."""
+"""Writing a step's new keys and values into the paged cache. ``triton.py`` is for CUDA,
+``cpu.py`` says how a CPU's pool lies and fills it."""

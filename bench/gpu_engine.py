@@ -1,0 +1,346 @@
+"""What the engine does on one GPU, through ``LLM.generate``: random weights, real shapes.
+
+    python bench/gpu_engine.py [PART ...] [--models 0.6b,8b] [--budget-s 300] [--out FILE]
+
+Parts: ``tpot`` (one stream: TTFT and ms a token at several contexts), ``nano`` (nano-vllm's
+benchmark: 256 requests, input and output 100 to 1,024 random, temperature 0.6), ``steps`` (host
+time a step and idle share of the GPU at several batch sizes). A line a figure, JSON at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+
+MODELS = Path(__file__).parent / "models"
+FLOORS = {  # bytes a token reads: weights, and KV of one token
+    "0.6b": (1.19e9, 114688),
+    "8b": (15.14e9, 147456),
+}
+
+
+class Bench:
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.deadline = time.monotonic() + arguments.budget_s
+        self.found: dict[str, object] = {}
+
+    def left(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def note(self, name: str, value: object) -> None:
+        self.found[name] = value
+        print(f"{name}: {value}", flush=True)
+        if self.arguments.out:
+            Path(self.arguments.out).write_text(json.dumps(self.found))
+
+    @contextmanager
+    def llm(self, model: str, **options):
+        """A loaded model; its memory is free again when the next one is loaded."""
+        import gc
+
+        import torch
+
+        from octavo import LLM
+
+        gc.collect()  # what the part before held
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        began = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            config = json.loads((MODELS / f"qwen3-{model}" / "config.json").read_text())
+            longest = options.get("max_model_len") or 0
+            config["max_position_embeddings"] = max(config["max_position_embeddings"], longest)
+            if self.arguments.small:
+                config |= {"num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 512}
+                config |= {"intermediate_size": 128, "num_attention_heads": 4}
+                config |= {"num_key_value_heads": 2}
+            (Path(folder) / "config.json").write_text(json.dumps(config))
+            llm = LLM(
+                folder,
+                load_format="dummy",
+                skip_tokenizer_init=True,
+                enforce_eager=self.arguments.eager,
+                **options,
+            )
+        report = llm.report
+        print(
+            f"-- {model} {options}: {time.perf_counter() - began:.1f} s, {report.runtime}, "
+            f"{report.attention_backend}, {report.kv_cache_tokens:,} tokens of KV, "
+            f"{ {name: round(s, 2) for name, s in report.phases.items()} }",
+            flush=True,
+        )
+        yield llm
+
+    def warm(self, model: str) -> None:
+        """Only load: compiles what the other parts need, into the cache."""
+        options = {"max_num_seqs": 256, "max_num_batched_tokens": self.arguments.batched_tokens}
+        with self.llm(model, max_model_len=4096, num_gpu_blocks_override=4096, **options) as llm:
+            self.note(f"load {model}", round(llm.report.load_seconds, 1))
+
+    # ---- one stream
+
+    def tpot(self, model: str) -> None:
+        from octavo import SamplingParams
+
+        contexts = self.arguments.contexts
+        rng = random.Random(0)
+        with self.llm(
+            model,
+            max_model_len=max(contexts) + 512,
+            max_num_seqs=1,
+            max_num_batched_tokens=self.arguments.batched_tokens,
+            enable_prefix_caching=False,
+        ) as llm:
+            for context in contexts:
+                ttfts, tpots = [], []
+                for turn in range(4):  # the first two compile and capture
+                    if self.left() < 5:
+                        return
+                    count = 8 if turn < 2 else 129
+                    ids = [rng.randrange(500) for _ in range(context)]
+                    params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+                    [output] = llm.generate({"prompt_token_ids": ids}, params, use_tqdm=False)
+                    metrics = output.metrics
+                    if turn >= 2:
+                        ttfts.append(metrics.first_token_time - metrics.arrival_time)
+                        tpots.append(
+                            (metrics.finished_time - metrics.first_token_time) / (count - 1)
+                        )
+                weights, kv = FLOORS[model]
+                floor = (weights + kv * (context + 64)) / 4.70e12
+                ms = min(tpots) * 1e3
+                self.note(
+                    f"tpot {model} {context}",
+                    {
+                        "ms": round(ms, 4),
+                        "all": [round(t * 1e3, 4) for t in tpots],
+                        "of_roof": round(floor * 1e3 / ms, 3),
+                        "ttft_ms": [round(t * 1e3, 2) for t in ttfts],
+                    },
+                )
+
+    # ---- many
+
+    def nano(self, model: str) -> None:
+        from octavo import SamplingParams
+
+        rng = random.Random(0)
+        count = 16 if self.arguments.small else 256
+        longest = 100 if self.arguments.small else 1024
+        low = 10 if self.arguments.small else 100
+        last_id = 500 if self.arguments.small else 10000
+        prompts = [
+            {
+                "prompt_token_ids": [
+                    rng.randint(0, last_id) for _ in range(rng.randint(low, longest))
+                ]
+            }
+            for _ in range(count)
+        ]
+        params = [
+            SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=rng.randint(low, longest))
+            for _ in range(count)
+        ]
+        with self.llm(
+            model,
+            max_model_len=4096,
+            max_num_seqs=256,
+            max_num_batched_tokens=self.arguments.batched_tokens,
+        ) as llm:
+            warm = SamplingParams(max_tokens=16, ignore_eos=True)
+            llm.generate([{"prompt_token_ids": [1, 2, 3]}] * 2, warm, use_tqdm=False)
+            for turn in range(self.arguments.turns):
+                if self.left() < 10:
+                    return
+                # New prompts: nothing of the turn before is in the prefix cache.
+                for prompt in prompts:
+                    prompt["prompt_token_ids"][0] = rng.randint(0, 500)
+                    prompt["prompt_token_ids"][1] = turn
+                clock = HostClock(llm)
+                before = llm.stats().num_steps
+                began = time.perf_counter()
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+                seconds = time.perf_counter() - began
+                generated = sum(len(one.outputs[0].token_ids) for one in outputs)
+                steps = llm.stats().num_steps - before
+                self.note(
+                    f"nano {model} turn {turn}",
+                    {
+                        "output_tok_s": round(generated / seconds),
+                        "seconds": round(seconds, 3),
+                        "output": generated,
+                        "input": sum(len(one.prompt_token_ids) for one in outputs),
+                        "steps": steps,
+                        **clock.close(),
+                    },
+                )
+
+    # ---- inside a step
+
+    def steps(self, model: str) -> None:
+        from octavo import SamplingParams
+
+        with self.llm(
+            model,
+            max_model_len=2048,
+            max_num_seqs=256,
+            max_num_batched_tokens=self.arguments.batched_tokens,
+            enable_prefix_caching=False,
+        ) as llm:
+            for batch in self.arguments.batches:
+                for settings in ({"temperature": 0.6}, {"top_k": 20, "top_p": 0.95}):
+                    if self.left() < 8 or (len(settings) == 2 and batch not in (1, 64)):
+                        continue
+                    params = SamplingParams(max_tokens=100, ignore_eos=True, **settings)
+                    prompts = [{"prompt_token_ids": [7, 8, i % 500, 9]} for i in range(batch)]
+                    llm.generate(prompts, params, use_tqdm=False)
+                    clock = HostClock(llm)
+                    began = time.perf_counter()
+                    llm.generate(prompts, params, use_tqdm=False)
+                    seconds = time.perf_counter() - began
+                    self.note(
+                        f"steps {model} batch {batch} {'filtered' if len(settings) == 2 else ''}",
+                        {
+                            "ms_a_step": round(seconds * 10, 3),
+                            **clock.close(),
+                            **self.profile(llm, prompts, params),
+                        },
+                    )
+
+    def profile(self, llm, prompts, params) -> dict[str, object]:
+        """The GPU's idle share while all rows decode, and where its time goes."""
+        import torch
+
+        if not torch.cuda.is_available() or not self.arguments.profile:
+            return {}
+        from torch.profiler import ProfilerActivity
+        from torch.profiler import profile as profiler
+
+        engine = llm._engine
+        submissions = [llm._prepare(prompt, params) for prompt in prompts]
+        for submission in submissions:
+            llm._start(submission)
+        for _ in range(20):
+            llm._step()
+        with profiler(activities=[ProfilerActivity.CUDA]) as trace:
+            for _ in range(20):
+                llm._step()
+            torch.cuda.synchronize()
+        while engine.has_work:
+            llm._step()
+        spans = sorted(
+            (event.time_range.start, event.time_range.end, event.name)
+            for event in trace.events()
+            if event.device_type == torch.autograd.DeviceType.CUDA
+        )
+        if not spans:
+            return {"profile": "no events"}
+        busy, end = 0.0, spans[0][0]
+        gaps: list[float] = []  # in front of what a step begins with
+        by_name: dict[str, float] = {}
+        previous = ""
+        for start, stop, name in spans:
+            busy += max(0.0, stop - max(start, end))
+            if previous.startswith("finish_kernel"):
+                gaps.append(max(0.0, start - end))
+            previous = name
+            end = max(end, stop)
+            by_name[name[:60]] = by_name.get(name[:60], 0.0) + (stop - start) / 20
+        top = sorted(by_name.items(), key=lambda item: -item[1])[: self.arguments.top]
+        return {
+            "idle_share": round(1 - busy / (end - spans[0][0]), 4),
+            "idle_between_steps": round(sum(gaps) / (end - spans[0][0]), 4),
+            "us_a_step": {name: round(us, 1) for name, us in top},
+        }
+
+
+class HostClock:
+    """Where the host's time in a step goes: it hooks the engine's calls until it is closed."""
+
+    def __init__(self, llm) -> None:
+        self.times: dict[str, list[float]] = {}
+        self.undo = []
+        engine = llm._engine
+        self._hook(engine, "step")
+        self._hook(engine._runtime, "forward")
+        self._hook(engine._runtime, "sample")
+        self._hook(engine._runtime, "wait")
+        self._hook(engine._scheduler, "schedule")
+        self._hook(engine, "_sampling_batch")
+        self._hook(llm._frontend, "process")
+
+    def _hook(self, owner, name: str) -> None:
+        inner = getattr(owner, name)
+
+        def timed(*args, **kwargs):
+            began = time.perf_counter()
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self.times.setdefault(name, []).append(time.perf_counter() - began)
+
+        setattr(owner, name, timed)
+        self.undo.append((owner, name))
+
+    def close(self) -> dict[str, object]:
+        for owner, name in self.undo:
+            delattr(owner, name)
+        means = {name: sum(times) / len(times) * 1e6 for name, times in self.times.items()}
+        us = {name: round(median(times) * 1e6, 1) for name, times in self.times.items()}
+        steps = [
+            (step - wait + process) * 1e6
+            for step, wait, process in zip(
+                self.times["step"], self.times["wait"], self.times["process"], strict=False
+            )
+        ]
+        return {
+            "host_us_median": round(median(steps), 1),
+            "us_median": us,
+            "us_mean": {name: round(value, 1) for name, value in means.items()},
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", default=["tpot", "nano", "steps"])
+    parser.add_argument("--models", default="0.6b,8b", type=lambda text: text.split(","))
+    parser.add_argument("--contexts", default="128,8192,32768", type=numbers)
+    parser.add_argument("--batches", default="1,16,64,256", type=numbers)
+    parser.add_argument("--batched-tokens", default=8192, type=int)
+    parser.add_argument("--turns", default=2, type=int)
+    parser.add_argument("--top", default=12, type=int)
+    parser.add_argument("--budget-s", type=float, default=300)
+    parser.add_argument("--eager", action="store_true", help="the eager runtime")
+    parser.add_argument("--small", action="store_true", help="tiny shapes, to try the script")
+    parser.add_argument("--no-profile", dest="profile", action="store_false")
+    default = os.environ.get("OUT")
+    parser.add_argument("--out", default=f"{default}/gpu_engine.json" if default else "")
+    arguments = parser.parse_args()
+    bench = Bench(arguments)
+    for part in arguments.parts:
+        for model in arguments.models:
+            if bench.left() > 10:
+                try:
+                    getattr(bench, part)(model)
+                except Exception as error:  # the others are still worth their time
+                    import traceback
+
+                    traceback.print_exc()
+                    bench.note(f"{part} {model}", f"failed: {error}")
+    print(json.dumps(bench.found))
+
+
+def numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+if __name__ == "__main__":
+    main()

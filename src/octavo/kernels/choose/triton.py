@@ -1,0 +1,157 @@
+"""Choosing tokens on the device, for CUDA through Triton: settings, scratch, launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from octavo.kernels.choose.triton_draw import finish_kernel, partials_kernel
+from octavo.kernels.choose.triton_filter import (
+    bounds_kernel,
+    collect_kernel,
+    long_list_kernel,
+    short_list_kernel,
+)
+from octavo.kernels.triton_launch import INTERPRETED
+
+# Rows of the settings, int32 [len(SETTINGS), rows]; floats by their bits. ``logits_row`` is a row
+# of the logits, ``step_row`` where the id goes for the next step. ``floor`` is the lowest score
+# that min_p leaves, or LOWEST_SCORE. ``turn`` says which of the outputs is written.
+SETTINGS = (
+    "logits_row",
+    "step_row",
+    "temperature",
+    "top_k",
+    "top_p",
+    "floor",
+    "seed_low",
+    "seed_high",
+    "choice",
+    "position",
+    "turn",
+)
+CHUNK = 1024  # tokens of a block
+FILTER_BLOCK = 2048
+EDGES = 8
+SHORT_LIST = 1024
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """What blocks leave for those that follow, for up to so many rows."""
+
+    values: Tensor  # float32 [2, rows, chunks]: largest logit, the drawn token's logit
+    ids: Tensor  # int32 [3, rows, chunks]: of both, and whether there is a NaN
+    above: Tensor  # float32 [rows, filter blocks, 2, EDGES]
+    lengths: Tensor  # int32 [rows], of the lists of tokens to draw from
+    totals: Tensor  # float64 [rows]: the weight of all tokens that min_p leaves
+    filtered: Tensor  # int32 [rows]: the ids drawn from lists
+
+
+def make_scratch(num_rows: int, vocab_size: int, device: str) -> Scratch:
+    chunks = triton.cdiv(vocab_size, CHUNK)
+    blocks = triton.cdiv(vocab_size, FILTER_BLOCK)
+
+    def ints(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    def floats(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    return Scratch(
+        floats(2, num_rows, chunks),
+        ints(3, num_rows, chunks),
+        floats(num_rows, blocks, 2, EDGES),
+        ints(num_rows),
+        floats(num_rows, dtype=torch.float64),
+        ints(num_rows),
+    )
+
+
+def choose(
+    logits: Tensor,
+    settings: Tensor,
+    num_rows: int,
+    scratch: Scratch,
+    ids: Tensor,
+    row_ids: Tensor,
+    *,
+    filtered: bool,
+) -> None:
+    """Choose a token for each of the first ``num_rows`` columns of ``settings``.
+
+    ``logits`` [any, V], last dimension contiguous; ``settings`` as :data:`SETTINGS` says. ``ids``
+    [turns, rows] int32 (pinned host memory will do) gets the tokens at ``turn % turns``, -1 where a
+    row's logits are not finite, and so does ``row_ids[step_row]``, but 0 for -1. Positions and
+    turns are counted up, ready for the next token. ``filtered``: a row may have top_k, top_p or
+    min_p. Launches only.
+    """
+    vocab_size = logits.shape[1]
+    chunks = triton.cdiv(vocab_size, CHUNK)
+    most_chunks = triton.next_power_of_2(chunks)
+    partials_kernel[(chunks, num_rows)](
+        logits,
+        settings,
+        scratch.values,
+        scratch.ids,
+        vocab_size,
+        logits.stride(0),
+        settings.stride(0),
+        scratch.values.stride(0),
+        CHUNK=CHUNK,
+        APPROX=not INTERPRETED,
+        num_warps=4,
+    )
+    if filtered:
+        _draw_from_few(logits, settings, num_rows, scratch)
+    finish_kernel[(num_rows,)](
+        settings,
+        scratch.values,
+        scratch.ids,
+        scratch.filtered,
+        ids,
+        row_ids,
+        chunks,
+        vocab_size,
+        settings.stride(0),
+        scratch.values.stride(0),
+        ids.stride(0),
+        TURNS=len(ids),
+        CHUNKS=most_chunks,
+        num_warps=4,
+    )
+
+
+def _draw_from_few(logits: Tensor, settings: Tensor, num_rows: int, scratch: Scratch) -> None:
+    vocab_size = logits.shape[1]
+    chunks = triton.cdiv(vocab_size, CHUNK)
+    blocks = triton.cdiv(vocab_size, FILTER_BLOCK)
+    scores = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=logits.device)
+    tokens = torch.empty_like(scores, dtype=torch.int32)
+    source = logits, settings, scratch.values, scratch.above, scratch.lengths
+    sizes = vocab_size, chunks, logits.stride(0), settings.stride(0)
+    constants = {
+        "CHUNKS": triton.next_power_of_2(chunks),
+        "BLOCK": FILTER_BLOCK,
+        "EDGES": EDGES,
+        "num_warps": 8,
+    }
+    bounds_kernel[(blocks, num_rows)](*source, *sizes, **constants)
+    collect_kernel[(blocks, num_rows)](
+        *source,
+        scratch.totals,
+        scores,
+        tokens,
+        *sizes,
+        BLOCKS=triton.next_power_of_2(blocks),
+        **constants,
+    )
+    lists = settings, scratch.lengths, scratch.totals, scores, tokens, scratch.filtered, vocab_size
+    stride = settings.stride(0)
+    short_list_kernel[(num_rows,)](*lists, stride, SHORT=SHORT_LIST, num_warps=8)
+    long_list_kernel[(num_rows,)](
+        *lists, stride, SHORT=SHORT_LIST, BLOCK=2048, PIVOTS=8, num_warps=16
+    )

@@ -1,0 +1,284 @@
+"""Draws on a CPU. An id is exactly the one that ``engine/sampling.py`` draws, or ``UNSURE``.
+
+Sums and logarithms are rounded otherwise here than in numpy. So where two tokens, or a sum and the
+``top_p`` that it is held against, are closer than rounding can tell, the op says so and leaves the
+row to numpy: about one in 10,000. What saves the time: scores are gathered in blocks of which most
+are passed over, only what may be kept is sorted, and the noise of a whole vocabulary is bounded by
+the leading bits of its random words before any logarithm is taken.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from octavo.kernels.jit import jit
+from octavo.kernels.program import fetch_add, float32s, int32s, int64s, op
+from octavo.kernels.vector_ir import I64, broadcast, exp, load, loop, reduce_sum, variable
+
+UNSURE = -2
+TOO_MANY = -3
+LOWEST_SCORE = np.float32(-30.0)  # engine.sampling.LOWEST_SCORE
+
+_LANES = 16
+_BLOCK = 64  # scores that are passed over together
+_MOST_SORTED = 8192
+_SURE_SHARE = 4e-7  # of a sum of weights
+_SURE_NOISE = 2e-5
+_CUTS = tuple(-2.0 * i for i in range(2, 16))  # scores down to which is gathered, if need be
+_SPAN = 256  # counters at a time
+_FLOAT = 4
+
+_M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_K0, _K1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
+_LOW, _HIGH = np.uint64(0xFFFFFFFF), np.uint64(32)
+
+
+def scratch_bytes(vocab_size: int) -> int:
+    """Memory that a thread needs: scores, the ids gathered, and sort keys."""
+    return 4 * vocab_size + 4 * vocab_size + 8 * _MOST_SORTED + 16 * _SPAN
+
+
+@intrinsic
+def _sum_of_exp(typing, address, count):
+    """``sum(exp(x))`` over the whole vectors of ``count`` float32."""
+
+    def emit(context, b, signature, arguments):
+        address, count = arguments
+        total = variable(b, broadcast(b, ir.Constant(ir.FloatType(), 0.0), _LANES))
+        stop = b.and_(count, I64(-_LANES))
+        with loop(b, I64(0), stop, step=_LANES) as i:
+            x = load(b, b.add(address, b.mul(i, I64(_FLOAT))), 0, _LANES, _FLOAT)
+            b.store(b.fadd(b.load(total), exp(b, x)), total)
+        return reduce_sum(b, b.load(total))
+
+    return types.float32(types.int64, types.int64), emit
+
+
+@jit
+def _weight(scores, first, stop):
+    """``sum(exp(score))``, float64, by pieces that a float32 sum is good for."""
+    total = 0.0
+    for start in range(first, stop, 1024):
+        end = min(start + 1024, stop)
+        whole = (end - start) // _LANES * _LANES
+        total += _sum_of_exp(scores.ctypes.data + _FLOAT * start, whole)
+        for i in range(start + whole, end):
+            total += math.exp(scores[i])
+    return total
+
+
+@jit
+def _gather(scores, cut, ids, limit):
+    """Ids whose score is at least ``cut``, ascending, into ``ids``; how many, or TOO_MANY where
+    ``limit`` might not hold them."""
+    count = 0
+    for start in range(0, len(scores), _BLOCK):
+        stop = min(start + _BLOCK, len(scores))
+        some = False
+        for i in range(start, stop):
+            some |= scores[i] >= cut
+        if some:
+            if count + _BLOCK > limit:
+                return TOO_MANY
+            for i in range(start, stop):
+                if scores[i] >= cut:
+                    ids[count] = i
+                    count += 1
+    return count
+
+
+@jit
+def _words(counter, position, choice, seed):
+    """Philox4x32-10: see ``engine/philox.py``."""
+    x0, x1, x2, x3 = counter, position, choice, np.uint64(0)
+    k0, k1 = seed & _LOW, seed >> _HIGH
+    for _ in range(10):
+        p0, p1 = x0 * _M0, x2 * _M1
+        x0, x1 = (p1 >> _HIGH) ^ x1 ^ k0, p1 & _LOW
+        x2, x3 = (p0 >> _HIGH) ^ x3 ^ k1, p0 & _LOW
+        k0, k1 = (k0 + _K0) & _LOW, (k1 + _K1) & _LOW
+    return x0, x1, x2, x3
+
+
+@jit
+def _noise(word):
+    """Gumbel noise of a word: ``engine.philox.gumbel`` but for rounding."""
+    v = np.float32(word) * np.float32(2.0**-32) + np.float32(2.0**-33)
+    v = min(v, np.float32(1 - 2.0**-24))
+    return -math.log(-math.log1p(-np.float64(v)))
+
+
+@jit
+def _draw_among(scores, ids, count, seed, choice, position):
+    """The winner among ``count`` ascending ids."""
+    best, second, winner = -np.inf, -np.inf, -1
+    for i in range(count):
+        token = ids[i]
+        words = _words(np.uint64(token // 4), position, choice, seed)
+        place = token % 4
+        word = words[0]
+        if place == 1:
+            word = words[1]
+        elif place == 2:
+            word = words[2]
+        elif place == 3:
+            word = words[3]
+        value = scores[token] + _noise(word)
+        if value > best:
+            best, second, winner = value, best, token
+        elif value > second:
+            second = value
+    return winner if best - second > _SURE_NOISE else UNSURE
+
+
+@jit
+def _draw_among_all(scores, lowest, seed, choice, position, words):
+    """The winner among all ids whose score is at least ``lowest``. ``words`` [4, _SPAN] uint32."""
+    best, second, winner = -np.inf, -np.inf, -1
+    width = len(scores)
+    for first in range(0, (width + 3) // 4, _SPAN):
+        for i in range(_SPAN):
+            a, b, c, d = _words(np.uint64(first + i), position, choice, seed)
+            words[0, i], words[1, i], words[2, i], words[3, i] = a, b, c, d
+        stop = min(4 * (first + _SPAN), width)
+        for token in range(4 * first, stop):
+            score = scores[token]
+            word = words[token % 4, token // 4 - first]
+            # The noise is below -ln(v), and v at least the power of two in it, of which a float
+            # holds the exponent.
+            v = np.float32(word) * np.float32(2.0**-32) + np.float32(2.0**-33)
+            power = 127 - (np.int64(np.float32(v).view(np.int32)) >> 23)
+            if score + 0.6931472 * power <= second or score < lowest:
+                continue
+            value = score + _noise(word)
+            if value > best:
+                best, second, winner = value, best, token
+            elif value > second:
+                second = value
+    return winner if best - second > _SURE_NOISE else UNSURE
+
+
+@jit
+def _keep(scores, lowest, top_k, top_p, ids, keys):
+    """The ids that ``top_k`` and ``top_p`` leave, ascending, in ``ids``; how many, or UNSURE."""
+    width, count = len(scores), -1
+    total = _weight_above(scores, lowest) if top_k >= width else 0.0
+    target = top_p * (1 - 1e-6) * total
+    for cut in _CUTS:
+        cut = max(np.float32(cut), lowest)
+        count = _gather(scores, cut, ids, _MOST_SORTED)
+        if count < 0:
+            return UNSURE
+        enough = count >= top_k
+        if top_k >= width:
+            mass = 0.0
+            for i in range(count):
+                mass += math.exp(scores[ids[i]])
+            enough = mass > target + _SURE_SHARE * total
+        if enough or cut == lowest:
+            break
+    for i in range(count):
+        bits = np.uint64(np.float32(scores[ids[i]]).view(np.uint32)) & np.uint64(0x7FFFFFFF)
+        keys[i] = bits << _HIGH | np.uint64(ids[i])
+    keys[:count].sort()
+    count = min(count, top_k)
+    if top_p < 1:
+        if top_k < width:
+            total = 0.0
+            for i in range(count):
+                total += math.exp(scores[np.int64(keys[i] & _LOW)])
+            target = top_p * (1 - 1e-6) * total
+        mass = 0.0
+        for i in range(count):
+            mass += math.exp(scores[np.int64(keys[i] & _LOW)])
+            if abs(mass - target) < _SURE_SHARE * total:
+                return UNSURE
+            if mass > target:
+                count = i + 1
+                break
+    for i in range(count):
+        keys[i] &= _LOW
+    keys[:count].sort()
+    for i in range(count):
+        ids[i] = keys[i]
+    return count
+
+
+@jit
+def _weight_above(scores, lowest):
+    total = _weight(scores, 0, len(scores))
+    if lowest > LOWEST_SCORE:
+        total = 0.0
+        for i in range(len(scores)):
+            if scores[i] >= lowest:
+                total += math.exp(scores[i])
+    return total
+
+
+@op(
+    rows="i8",
+    logits="i8",
+    width="i8",
+    best="i8",
+    indices="i8",
+    temperature="i8",
+    top_k="i8",
+    top_p="i8",
+    min_p="i8",
+    seed="i8",
+    choice="i8",
+    position="i8",
+    scratch="i8",
+    scratch_bytes="i8",
+    ids="i8",
+)
+def draw(thread, num_threads, counter, args):
+    """``ids[r]`` for row ``r`` of ``rows``: drawn from ``logits[indices[r]]`` [width] at
+    ``temperature[r]``, at 0 the largest, which is ``best[indices[r]]`` (-1: none is finite).
+
+    All but numbers are addresses of arrays as in ``SamplingBatch``; ``scratch`` has
+    ``scratch_bytes`` for each thread. An item is a row."""
+    a = numba.carray(args, 1)[0]
+    width = a.width
+    memory = a.scratch + thread * a.scratch_bytes
+    scores = float32s(memory, width)
+    ids = int32s(memory + 4 * width, width)
+    keys = int64s(memory + 8 * width, _MOST_SORTED).view(np.uint64)
+    words = int32s(memory + 8 * width + 8 * _MOST_SORTED, (4, _SPAN)).view(np.uint32)
+    while True:
+        r = fetch_add(counter, 1)
+        if r >= a.rows:
+            return
+        index = np.int64(int32s(a.indices, a.rows)[r])
+        best = int32s(a.best, index + 1)[index]
+        temperature = float32s(a.temperature, a.rows)[r]
+        found = np.int64(best)
+        if best >= 0 and temperature > 0:
+            values = float32s(a.logits + 4 * index * width, width)
+            top = values[best]
+            for i in range(width):
+                scores[i] = (values[i] - top) / temperature
+            top_k = np.int64(int32s(a.top_k, a.rows)[r])
+            top_p = np.float64(float32s(a.top_p, a.rows)[r])
+            min_p = np.float64(float32s(a.min_p, a.rows)[r])
+            lowest = LOWEST_SCORE
+            if min_p > 0:
+                lowest = max(np.float32(math.log(min_p)), LOWEST_SCORE)
+            seed = np.uint64(int64s(a.seed, a.rows)[r])
+            choice = np.uint64(int32s(a.choice, a.rows)[r])
+            position = np.uint64(int32s(a.position, a.rows)[r])
+            if top_k < width or top_p < 1:
+                found = _keep(scores, lowest, top_k, top_p, ids, keys)
+            else:
+                found = _gather(scores, lowest, ids, width // 16)
+            if found >= 0:
+                found = _draw_among(scores, ids, found, seed, choice, position)
+            elif found == TOO_MANY:
+                found = _draw_among_all(scores, lowest, seed, choice, position, words)
+        int32s(a.ids, a.rows)[r] = found

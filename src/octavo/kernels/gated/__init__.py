@@ -1,0 +1,1 @@
+"""The FFN's gate: ``act(gate) * up``. ``triton.py`` is for CUDA."""

@@ -1,0 +1,133 @@
+"""Gluon, the part of Triton that lays out tensors by hand, and what stands in for it where Triton
+is interpreted: Gluon has no interpreter, but without its layouts its functions are Triton's.
+
+Kernels are decorated with ``jit`` and call ``gl``, ``mma_v2``, ``async_copy``, ``tma`` and
+``mbarrier``. They must see
+``triton.language`` as ``tl``, as the interpreter asks for.
+"""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+if not INTERPRETED:
+    from triton.experimental.gluon import constexpr_function, jit
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+    from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+else:
+    import numpy as np
+    import triton
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+    from triton.tools.tensor_descriptor import TensorDescriptor as _TensorDescriptor
+
+    jit = triton.jit
+
+    def constexpr_function(function: Any) -> Any:
+        return function
+
+    class _SharedMemory:
+        """A block's shared memory as a numpy array."""
+
+        def __init__(self, dtype: Any, array: Any) -> None:
+            self._dtype, self._array = dtype, array
+
+        def store(self, value: Any) -> None:
+            self._array[...] = value.handle.data
+
+        def load(self, layout: Any) -> Any:
+            block = tl.core.block_type(self._dtype, list(self._array.shape))
+            return tl.core.tensor(TensorHandle(self._array.copy(), self._dtype), block)
+
+        def index(self, i: Any) -> _SharedMemory:
+            return _SharedMemory(self._dtype, self._array[int(i)])
+
+        def slice(self, start: int, length: int, dim: int = 0) -> _SharedMemory:
+            where = (slice(None),) * dim + (slice(start, start + length),)
+            return _SharedMemory(self._dtype, self._array[where])
+
+        def permute(self, order: tuple[int, ...]) -> _SharedMemory:
+            return _SharedMemory(self._dtype, self._array.transpose(order))
+
+        def reshape(self, shape: tuple[int, ...]) -> _SharedMemory:
+            return _SharedMemory(self._dtype, self._array.reshape(shape))
+
+        def _keep_alive(self) -> None:
+            pass
+
+    def _allocate(dtype: Any, shape: Any, layout: Any, value: Any = None) -> _SharedMemory:
+        kinds = {"fp32": np.float32, "fp16": np.float16, "bf16": np.uint16, "int64": np.int64}
+        memory = _SharedMemory(dtype, np.empty([int(n) for n in shape], kinds[dtype.name]))
+        if value is not None:
+            memory.store(value)
+        return memory
+
+    def _copy(memory: _SharedMemory, pointers: Any, mask: Any = None, **how: Any) -> None:
+        """Places that are masked become zero, as they do on the device."""
+        memory.store(tl.load(pointers, mask=mask, other=None if mask is None else 0.0))
+
+    def mma_v2(a: Any, b: Any, acc: Any) -> Any:
+        """Triton's interpreter multiplies the raw bits of bf16 operands (3.6 to 3.9)."""
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+
+    def _nothing(*args: Any, **how: Any) -> None:
+        return None
+
+    def _copy_described(tensor: Any, place: Any, barrier: Any, memory: _SharedMemory) -> None:
+        memory.store(tensor.load(place))
+
+    tma = SimpleNamespace(async_copy_global_to_shared=_copy_described)
+    mbarrier = SimpleNamespace(
+        init=_nothing, expect=_nothing, wait=_nothing, MBarrierLayout=_nothing
+    )
+    TensorDescriptor = SimpleNamespace(
+        from_tensor=lambda tensor, block, layout: _TensorDescriptor.from_tensor(tensor, block)
+    )
+    async_copy = SimpleNamespace(
+        async_copy_global_to_shared=_copy, commit_group=_nothing, wait_group=_nothing
+    )
+    gl = SimpleNamespace(
+        constexpr=tl.constexpr,
+        float32=tl.float32,
+        int64=tl.int64,
+        bfloat16=tl.bfloat16,
+        program_id=lambda axis: tl.program_id(axis),
+        num_programs=lambda axis: tl.num_programs(axis),
+        static_range=range,
+        arange=lambda start, end, layout=None: tl.arange(start, end),
+        full=lambda shape, value, dtype, layout=None: tl.full(shape, value, dtype),
+        zeros=lambda shape, dtype, layout=None: tl.zeros(shape, dtype),
+        load=lambda *args, **how: tl.load(*args, **how),
+        store=lambda *args, **how: tl.store(*args, **how),
+        sum=lambda x, axis: tl.sum(x, axis),
+        max=lambda x, axis: tl.max(x, axis),
+        maximum=lambda a, b: tl.maximum(a, b),
+        minimum=lambda a, b: tl.minimum(a, b),
+        where=lambda condition, a, b: tl.where(condition, a, b),
+        exp=lambda x: tl.exp(x),
+        exp2=lambda x: tl.exp2(x),
+        rsqrt=lambda x: tl.rsqrt(x),
+        cdiv=lambda a, b: (a + b - 1) // b,
+        atomic_add=lambda *args, **how: tl.atomic_add(*args, **how),
+        multiple_of=lambda x, values: x,
+        max_contiguous=lambda x, values: x,
+        expand_dims=lambda x, axis: tl.expand_dims(x, axis),
+        broadcast=lambda a, b: tl.broadcast(a, b),
+        convert_layout=lambda x, layout, assert_trivial=False: x,
+        thread_barrier=_nothing,
+        allocate_shared_memory=_allocate,
+        NVMMADistributedLayout=_nothing,
+        DotOperandLayout=_nothing,
+        DistributedLinearLayout=_nothing,
+        BlockedLayout=_nothing,
+        SliceLayout=_nothing,
+        SwizzledSharedLayout=_nothing,
+        NVMMASharedLayout=SimpleNamespace(get_default_for=_nothing),
+        PaddedSharedLayout=SimpleNamespace(with_identity_for=_nothing),
+    )

@@ -1,0 +1,19 @@
+"""How a product is cut into blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_ROWS = 16  # activation rows of the fused kernels: steps of more go to the library
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A block has ``rows`` rows of the weight, 16 at least of each of its parts, and walks K
+    ``chunk`` columns at a time with ``num_warps`` warps, which share out a chunk: at least 32
+    columns each. All are powers of two. ``ahead`` chunks are on their way at once."""
+
+    rows: int
+    chunk: int
+    num_warps: int
+    ahead: int = 4

@@ -1,0 +1,167 @@
+"""The second half of RMSNorm, gate and up products and their activation in one launch, for CUDA
+through Gluon: 1 to 16 rows."""
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+
+from __future__ import annotations
+
+from typing import Literal
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from octavo.attention.spec import Support
+from octavo.kernels.gluon import gl, jit
+from octavo.kernels.linear.table import choose_tile
+from octavo.kernels.linear.tiles import Tile
+from octavo.kernels.linear.triton import (
+    ask_for_weights,
+    can_multiply,
+    chunks_ahead,
+    chunks_early,
+    describe,
+    inverse_rms,
+    load_early,
+    multiply,
+    partial_layout,
+    take_activations,
+    take_squares,
+    total,
+)
+from octavo.kernels.triton_launch import dependent_launches
+from octavo.models.spec import DecoderSpec
+
+
+def supports(spec: DecoderSpec, num_rows: int) -> Support:
+    """Whether :func:`norm_gate_up` covers the products of ``norm_ffn_up``."""
+    return can_multiply(num_rows, spec.hidden_size)
+
+
+def norm_gate_up(
+    h: Tensor,
+    squares: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    *,
+    eps: float,
+    activation: Literal["silu", "gelu_tanh"] = "silu",
+    bias: Tensor | None = None,
+    tile: Tile | None = None,
+) -> None:
+    """``out = act(gate) * up``, gate and up being products of ``h / rms``.
+
+    ``h`` [M, K] bf16, ``squares`` [M, parts] fp32, ``weight`` [2 I, K] bf16: the rows of gate, then
+    those of up; ``bias`` [2 I], ``out`` [M, I] fp32 or bf16; M up to 16; innermost dimensions
+    contiguous. One launch; ``weight`` and ``bias`` may not be written by the kernel in front.
+    ``tile.rows`` counts rows of gate and of up, 32 at least.
+    """
+    (num_rows, k), inner, parts = h.shape, len(weight) // 2, squares.shape[1]
+    tile = tile or choose_tile(2 * inner, k, num_rows, parts=2)
+    dependent = dependent_launches()
+    _norm_gate_up_kernel[(triton.cdiv(inner, tile.rows // 2),)](
+        h,
+        squares,
+        describe(weight, tile, parts=2),
+        bias,
+        out,
+        inner,
+        num_rows,
+        parts,
+        eps,
+        h.stride(0),
+        squares.stride(0),
+        out.stride(0),
+        K=k,
+        BIAS=bias is not None,
+        SILU=activation == "silu",
+        ROWS=tile.rows,
+        CHUNK=tile.chunk,
+        AHEAD=tile.ahead,
+        S=tile.num_warps,
+        M=triton.next_power_of_2(num_rows),
+        SUMS=triton.next_power_of_2(parts),
+        DEPENDENT=dependent,
+        num_warps=tile.num_warps,
+        launch_pdl=dependent,
+    )
+
+
+@jit(do_not_specialize=["num_rows", "parts", "stride_squares"])
+def _norm_gate_up_kernel(
+    h,
+    squares,
+    weight,
+    bias,
+    out,
+    inner,
+    num_rows,
+    parts,
+    eps,
+    stride_h,
+    stride_squares,
+    stride_out,
+    K: tl.constexpr,
+    BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    AHEAD: tl.constexpr,
+    S: tl.constexpr,
+    M: tl.constexpr,
+    SUMS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Grid: (cdiv(I, ROWS / 2),). A block's tile has rows of gate, then as many of up."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+    HALF: tl.constexpr = ROWS // 2
+    first = gl.program_id(0) * HALF
+    FIRST: tl.constexpr = chunks_ahead(K, CHUNK, AHEAD)
+    EARLY: tl.constexpr = chunks_early(ROWS, CHUNK, FIRST, S)
+    tiles, barriers = ask_for_weights(weight, first, inner + first, ROWS, CHUNK, FIRST, 2)
+    OUT: tl.constexpr = gl.SliceLayout(0, partial_layout(S, HALF, M))
+    rows = first + gl.arange(0, HALF, layout=gl.SliceLayout(1, OUT))
+    m = gl.arange(0, M, layout=gl.SliceLayout(0, OUT))
+    if BIAS:
+        gate_added = gl.load(bias + rows, mask=rows < inner, other=0.0).to(gl.float32)
+        up_added = gl.load(bias + inner + rows, mask=rows < inner, other=0.0).to(gl.float32)
+    early = load_early(tiles, barriers, ROWS, CHUNK, EARLY, S, 2)
+    if DEPENDENT:
+        gdc_wait()
+    activations = take_activations(h, stride_h, num_rows, 0, FIRST, K, CHUNK, S, M)
+    sums = take_squares(squares, stride_squares, num_rows, parts, HALF, S, M, SUMS)
+    slices = multiply(
+        tiles,
+        barriers,
+        weight,
+        first,
+        inner + first,
+        early,
+        activations,
+        h,
+        stride_h,
+        num_rows,
+        ROWS,
+        K,
+        CHUNK,
+        FIRST,
+        S,
+        M,
+        2,
+    )
+    scale = inverse_rms(sums, eps, K, HALF, S, M)
+    gate = total(slices.index(0), HALF, S, M) * scale
+    up = total(slices.index(1), HALF, S, M) * scale
+    if BIAS:
+        gate += gate_added[:, None]
+        up += up_added[:, None]
+    z = gate
+    if not SILU:  # (1 + tanh(z / 2)) / 2 is sigmoid(z)
+        z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    y = gate * up / (1.0 + gl.exp(-z))
+    gl.store(
+        out + m[None, :] * stride_out + rows[:, None],
+        y.to(out.dtype.element_ty),
+        mask=(m < num_rows)[None, :] & (rows < inner)[:, None],
+    )

@@ -1,0 +1,150 @@
+"""The ``cpu`` runtime: a step is a program of compiled ops, run by a team of threads.
+
+The programs are bound once, at load. What varies from step to step lies in buffers that their ops
+read: ids, cosines and sines, the numbers of tokens and logits, each KV group's plan. Nothing here
+imports torch.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from octavo.attention.candidates import Selection
+from octavo.attention.cpu_step import CpuPlan
+from octavo.attention.spec import AttentionSpec, KVLayout
+from octavo.engine.batch import StepBatch
+from octavo.engine.sampling import SampleOutput, SamplingBatch
+from octavo.kernels.team import Team, team
+from octavo.models.rope import cos_sin
+from octavo.models.spec import DecoderSpec
+from octavo.runtime.candidates import Model
+from octavo.runtime.cpu_program import Attention, Buffers, Programs
+from octavo.runtime.cpu_sampling import Sampler
+from octavo.runtime.cpu_weights import DecoderWeights, load_weights
+
+Float32 = NDArray[np.float32]
+Array = NDArray[Any]
+
+_POOL_DTYPES: dict[str, DTypeLike] = {
+    "float32": np.float32,
+    "bfloat16": np.uint16,
+    "int8": np.int8,
+}
+
+
+def load_cpu(
+    model: Model, selections: Sequence[Selection], num_blocks: Sequence[int]
+) -> CpuRuntime:
+    """Pack the checkpoint's weights and bind the programs. Each group's ``selections`` are the
+    ``cpu`` candidate in both phases."""
+    spec, config = model.spec, model.config
+    crew = team(model.num_threads)
+    int8 = config.quantization == "int8"
+    weights = load_weights(spec, model.checkpoint, crew, int8=int8)
+    groups = [_open(selection.decode_spec, crew) for selection in selections]
+    group_of = {layer: g for g, group in enumerate(model.groups) for layer in group.layers}
+    layers = [group_of[layer] for layer in range(spec.num_layers)]
+    layouts = [s.kv_layout(blocks) for s, blocks in zip(selections, num_blocks, strict=True)]
+    return CpuRuntime(
+        spec,
+        weights,
+        groups,
+        layers,
+        [make_pool(layouts[group]) for group in layers],
+        crew,
+        max_tokens=config.max_num_batched_tokens,
+        exact=config.exact,
+    )
+
+
+def _open(spec: AttentionSpec, crew: Team) -> Attention:
+    return Attention(spec, CpuPlan(spec, crew.num_threads))
+
+
+class CpuRuntime:
+    """See :class:`octavo.runtime.Runtime`; everything is done when a call returns.
+
+    ``group_of`` gives the KV group of each layer, ``pools`` its keys and values. ``logits``
+    [L, vocab] float32 are those of the last forward.
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        weights: DecoderWeights,
+        groups: Sequence[Attention],
+        group_of: Sequence[int],
+        pools: Sequence[tuple[Array, Array]],
+        crew: Team,
+        *,
+        max_tokens: int,
+        exact: bool,
+    ) -> None:
+        self.vocab_size = spec.vocab_size
+        self.pools = pools
+        self._team, self._groups = crew, groups
+        self._buffers = Buffers(spec, max_tokens, quantised=not exact)
+        attention = [groups[group] for group in group_of]
+        self._programs = Programs(spec, weights, self._buffers, attention, pools, exact=exact)
+        self._sampler = Sampler(spec.vocab_size, crew)
+        self._row_ids = np.empty(0, np.int32)  # [R]: last sample's
+        self.num_splits: NDArray[np.int32] | None = None  # see octavo.runtime.ReportsSplits
+
+    @property
+    def logits(self) -> Float32:
+        return self._programs.logits[: self._buffers.num_logits[0]]
+
+    def forward(self, batch: StepBatch) -> None:
+        buffers, tokens = self._buffers, batch.num_tokens
+        ids = batch.input_ids
+        if (ids < 0).any():  # those that the last sample chose
+            ids = np.where(ids < 0, self._row_ids[batch.id_rows.clip(min=0)], ids)
+        buffers.num_tokens[0] = tokens
+        buffers.ids[:tokens] = ids
+        for rope, (cos, sin) in buffers.ropes.items():
+            cos[:tokens], sin[:tokens] = cos_sin(rope, batch.positions)
+        wanted = len(batch.logits_indices)
+        self._programs.make_room(wanted)
+        buffers.num_logits[0] = wanted
+        buffers.logits_indices[:wanted] = batch.logits_indices
+        for group, table, slots in zip(
+            self._groups, batch.block_table, batch.slot_mapping, strict=True
+        ):
+            group.plan.fill(batch.query_start_loc, batch.seq_lens, batch.num_decodes, table, slots)
+        program = self._programs.program(
+            decode=batch.num_decodes > 0, prefill=batch.num_decodes < batch.num_rows
+        )
+        self._team.run(program)
+        if batch.num_decodes:
+            self.num_splits = self._groups[0].plan.splits.num_splits
+        else:
+            self.num_splits = None
+        self._batch = batch
+
+    def sample(self, batch: SamplingBatch) -> SampleOutput:
+        output = self._sampler.choose(self.logits, self._programs.best, batch)
+        # An id that couldn't be chosen is -1; its row is about to fail, any id will do for it.
+        self._row_ids = np.zeros(self._batch.num_rows, np.int32)
+        self._row_ids[self._batch.sample_rows] = output.token_ids.clip(min=0)
+        return output
+
+    def wait(self, handle: SampleOutput) -> SampleOutput:
+        return handle
+
+
+def make_pool(layout: KVLayout) -> tuple[Array, Array]:
+    """Keys and values of one layer, in pages that cost memory once they are written."""
+    kind = np.dtype(_POOL_DTYPES[layout.dtype])
+
+    def pages(shape: tuple[int, ...]) -> Array:
+        # Not numpy's own: it asks for pages of 2 MB, and a single token would cost as much.
+        memory = mmap.mmap(-1, max(prod(shape) * kind.itemsize, 1))
+        return np.frombuffer(memory, kind, prod(shape)).reshape(shape)
+
+    return pages(layout.k_shape), pages(layout.v_shape)

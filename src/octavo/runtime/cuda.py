@@ -1,0 +1,457 @@
+"""The ``cuda`` runtime: a model's stages in few launches, decode steps as CUDA graphs.
+
+A step's integers come in one upload and are laid out in fixed buffers on the device, where ids that
+the host doesn't know yet are filled in. A step in which every row decodes and samples is padded to
+one of a few sizes; the first such step of a size is launched op by op, the second is captured, and
+from then on it is one launch. Every other step is launched op by op. Nothing waits for the device
+but :meth:`CudaRuntime.wait`.
+
+Elementwise stages are Triton's kernels, products are the library's, attention is the candidates'.
+A residual isn't added where it comes from but by the next norm, in one kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.attention.spec import AttentionBatch, AttentionSpec, Backend
+from octavo.engine.batch import StepBatch
+from octavo.engine.sampling import SampleOutput, SamplingBatch
+from octavo.kernels.gated.triton import gated
+from octavo.kernels.rms_norm.triton import add_rms_norm
+from octavo.kernels.rope_write.triton import rope_write
+from octavo.kernels.step_inputs.layout import make_inputs
+from octavo.kernels.step_inputs.triton import unpack
+from octavo.models.decoder import StageName, cover, lower
+from octavo.models.rope import inverse_frequencies
+from octavo.models.spec import DecoderSpec, RopeSpec
+from octavo.runtime.cuda_fused import Cuts, FusedDecode, supports
+from octavo.runtime.device_sampling import DeviceSampler, Handle
+from octavo.runtime.eager import Layer
+from octavo.runtime.graphs import Graphs
+from octavo.runtime.packing import most_ints, pack
+from octavo.runtime.torch_weights import DecoderTensors
+from octavo.runtime.upload import Upload
+
+Op = Callable[..., None]  # op(runtime, step) outside the layers, and layer=... in them
+
+# A prefill row of so many operations in one layer's attention is worth the calls, a dozen a row,
+# that a candidate makes for which the host cuts rows up; below, one launch for all rows is faster.
+LONG_ROW_FLOPS = 1e11
+
+
+class GraphBackend(Backend, Protocol):
+    """A candidate that can be captured: it reads its rows on the device whenever it runs."""
+
+    spec: AttentionSpec
+
+    def plan_on_device(
+        self, query_start_loc: Tensor, seq_lens: Tensor, block_table: Tensor
+    ) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Attention:
+    """A KV group's candidates. ``short_prefill`` takes prefill steps whose rows are short, where
+    another candidate than the chosen one can."""
+
+    decode: GraphBackend
+    prefill: Backend
+    short_prefill: GraphBackend | None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest step: tokens, rows, and blocks of a row."""
+
+    tokens: int
+    rows: int
+    blocks: int
+
+
+@dataclass(frozen=True)
+class GroupStep:
+    """A KV group's part of a step; a phase without rows has no plan."""
+
+    slots: Tensor  # [T]
+    decode_plan: Any | None
+    prefill: Backend | None
+    prefill_plan: Any | None
+
+
+@dataclass
+class Step:
+    """What the stages of one step read, and what they hand on.
+
+    Of the T tokens the first ``num_decodes`` are rows of a single one: decode attention's part.
+    """
+
+    x: Tensor  # [T, hidden], the residual stream
+    positions: Tensor  # [T]
+    num_decodes: int
+    groups: Sequence[GroupStep]
+    logits_rows: Tensor | None  # [L], tokens whose logits are wanted; None: all
+    delta: Tensor | None = None  # [T, hidden], to be added to x
+    post_norm: Tensor | None = None  # its post-norm
+    qkv: Tensor = field(init=False)  # [T, q + 2 kv]
+    q: Tensor = field(init=False)  # [T, heads, head_dim]
+    attention: Tensor = field(init=False)  # [T, heads, head_dim]
+    ffn: Tensor = field(init=False)  # [T, intermediate]
+    hidden: Tensor = field(init=False)  # [L, hidden], normed: the head's input
+
+
+class CudaRuntime:
+    """A model on a GPU: its weights, its KV pools, and the ops for its stages.
+
+    ``attention`` has the candidates of each KV group, whose pools lie as block, token, head, dim.
+    ``graphs`` off launches every step op by op; ``fused`` off has no fused kernels for few rows.
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        weights: DecoderTensors,
+        layers: Sequence[Layer],
+        attention: Sequence[Attention],
+        limits: Limits,
+        *,
+        max_model_len: int,
+        graphs: bool,
+        fused: bool = True,
+    ) -> None:
+        self.spec = spec
+        self.vocab_size = spec.vocab_size
+        self.device = weights.embed.device
+        self.dtype = weights.embed.dtype
+        self.layers = layers
+        self.num_blocks: tuple[int, ...] = ()  # of each KV group; its loader says
+        self._weights = weights
+        self._attention = attention
+        self._program = self._bind()
+        self._stream: Any = None
+        if self.device.type == "cuda":
+            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        groups = len(attention)
+        self._upload = Upload(
+            most_ints(limits.tokens, limits.rows, groups, limits.blocks), self.device
+        )
+        self._inputs = make_inputs(
+            limits.tokens, limits.rows, groups, limits.blocks, str(self.device)
+        )
+        self._rope = {
+            rope: rope_tables(rope, max_model_len, self.device)
+            for rope in {layer.rope for layer in spec.layers}
+        }
+        self._embed_scale = torch.tensor(spec.embed_scale, device=self.device, dtype=self.dtype)
+        capped = spec.logit_soft_cap is not None
+        self._logits = torch.empty(  # of the rows that sample, in the order of their rows
+            limits.rows,
+            spec.vocab_size,
+            dtype=torch.float32 if capped else self.dtype,
+            device=self.device,
+        )
+        self._hidden: Tensor | None = None  # of the last step's wanted logits; None: all sampled
+        self._buckets = batch_buckets(limits.rows)
+        self._graphs = Graphs(graphs)
+        self._sampler = DeviceSampler(self._logits, self._buckets, self._graphs)
+        specs = [one.decode.spec for one in attention]
+        self._fused: FusedDecode | None = None
+        if fused and supports(spec, self.dtype, specs, 1).ok:
+            self._fused = FusedDecode(spec, weights, layers, specs, self._inputs, self._rope)
+        with self._on_device():  # the largest scratch, once
+            self._plans = {self._buckets[-1]: self._decode_groups(self._buckets[-1])}
+
+    # ---- the two launches of a step
+
+    def forward(self, batch: StepBatch) -> None:
+        """See :class:`octavo.runtime.Runtime`."""
+        rows = batch.num_rows
+        # Where every row has one token and samples, logits are those of the rows in order.
+        plain = batch.num_tokens == len(batch.sample_rows) == len(batch.logits_indices)
+        bucket = next(size for size in self._buckets if size >= rows) if plain else None
+        with self._on_device():
+            self._upload.send(pack(batch, self._upload.array()))
+            if bucket is None:
+                self._unpack(batch.num_tokens, batch.num_rows)
+                self._mixed(batch)
+            else:
+                self._decode(bucket, int(batch.seq_lens.max()))
+                self._hidden = None
+            self._upload.launched()
+        self._batch = batch
+
+    def sample(self, batch: SamplingBatch) -> Handle:
+        """See :class:`octavo.runtime.Runtime`."""
+        rows = self._batch.sample_rows
+        with self._on_device():
+            return self._sampler.launch(batch, rows, self._logits_at)
+
+    def wait(self, handle: Handle) -> SampleOutput:
+        return self._sampler.wait(handle)
+
+    def kinds_of_decode(self, max_model_len: int) -> list[tuple[int, int]]:
+        """Rows and length of one decode step of each kind: every size, and where fused kernels
+        look at the longest row, every way in which they cut it."""
+        kinds: dict[Any, tuple[int, int]] = {}
+        for bucket in self._buckets:
+            length = 1
+            while length < max_model_len:
+                kinds.setdefault(self._decode_key(bucket, length), (bucket, length))
+                length *= 2
+            kinds.setdefault(self._decode_key(bucket, max_model_len), (bucket, max_model_len))
+        return list(kinds.values())
+
+    @property
+    def logits(self) -> Tensor:
+        """The last step's, float32 [L, vocab], on the host; for tests."""
+        with self._on_device():
+            if self._hidden is None:
+                return self._logits[: self._batch.num_rows].float().cpu()
+            return self._head(self._hidden).float().cpu()
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        on_stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        with torch.inference_mode(), on_stream:
+            yield
+
+    def _unpack(self, num_tokens: int, num_rows: int) -> None:
+        unpack(
+            self._upload.device,
+            self._sampler.row_ids,
+            self._inputs,
+            num_tokens=num_tokens,
+            num_rows=num_rows,
+        )
+
+    # ---- steps in which every row decodes
+
+    def _decode_key(self, bucket: int, longest: int) -> tuple[int, Cuts | None]:
+        fused = self._fused
+        if fused is None or bucket > fused.max_rows:
+            return bucket, None
+        return bucket, fused.cuts(bucket, longest)
+
+    def _decode(self, bucket: int, longest: int) -> None:
+        key = self._decode_key(bucket, longest)
+        fused, cuts = self._fused, key[1]
+        if fused is None or cuts is None:
+            self._graphs.run(key, lambda: self._launch_decode(bucket))
+        else:
+            self._graphs.run(key, lambda: self._launch_fused(fused, bucket, cuts))
+
+    def _launch_fused(self, fused: FusedDecode, bucket: int, cuts: Cuts) -> None:
+        self._unpack(bucket, bucket)
+        fused.launch(bucket, cuts, self._logits[:bucket])
+
+    def _launch_decode(self, bucket: int) -> None:
+        if bucket not in self._plans:
+            self._plans[bucket] = self._decode_groups(bucket)
+        self._unpack(bucket, bucket)
+        step = Step(
+            x=self._embedded(bucket).float(),
+            positions=self._inputs.positions[:bucket],
+            num_decodes=bucket,
+            groups=self._plans[bucket],
+            logits_rows=None,
+        )
+        for op in self._program:
+            op(self, step)
+        self._head(step.hidden, self._logits[:bucket])
+
+    def _decode_groups(self, rows: int) -> list[GroupStep]:
+        inputs = self._inputs
+        return [
+            GroupStep(
+                slots=inputs.slots[number, :rows],
+                decode_plan=attention.decode.plan_on_device(
+                    inputs.prefill_starts, inputs.seq_lens[:rows], inputs.tables[number, :rows]
+                ),
+                prefill=None,
+                prefill_plan=None,
+            )
+            for number, attention in enumerate(self._attention)
+        ]
+
+    # ---- all other steps
+
+    def _mixed(self, batch: StepBatch) -> None:
+        step = Step(
+            x=self._embedded(batch.num_tokens),
+            positions=self._inputs.positions[: batch.num_tokens],
+            num_decodes=batch.num_decodes,
+            groups=[self._plan(number, batch) for number in range(len(self._attention))],
+            logits_rows=self._inputs.logits_rows[: len(batch.logits_indices)],
+        )
+        for op in self._program:
+            op(self, step)
+        self._hidden = step.hidden
+        sampled = step.hidden
+        if len(batch.sample_indices) < len(sampled):
+            sampled = sampled[self._indices(batch.sample_indices)]
+        if len(sampled):
+            self._head(sampled, self._logits[: len(sampled)])
+
+    def _plan(self, group: int, batch: StepBatch) -> GroupStep:
+        attention, inputs = self._attention[group], self._inputs
+        first, rows = batch.num_decodes, batch.num_rows  # decode rows have one token each
+        lens, tables, starts = inputs.seq_lens, inputs.tables[group], inputs.prefill_starts
+        prefill_lens = inputs.prefill_lens[: rows - first]
+        decode_plan = prefill_plan = None
+        prefill: Backend | None = None
+        if first > 0:
+            decode_plan = attention.decode.plan_on_device(starts, lens[:first], tables[:first])
+        if first < rows:
+            short = attention.short_prefill
+            if short is not None and self._rows_are_short(batch):
+                prefill = short
+                prefill_plan = short.plan_on_device(
+                    starts[: rows - first + 1], prefill_lens, tables[first:rows]
+                )
+            else:
+                prefill = attention.prefill
+                prefill_plan = prefill.plan(
+                    AttentionBatch(
+                        batch.query_start_loc[first:] - first,
+                        batch.seq_lens[first:],
+                        batch.block_table[group][first:],
+                    )
+                )
+        slots = inputs.slots[group, : batch.num_tokens]
+        return GroupStep(slots, decode_plan, prefill, prefill_plan)
+
+    def _rows_are_short(self, batch: StepBatch) -> bool:
+        first = batch.num_decodes
+        queries = np.diff(batch.query_start_loc[first:]).astype(np.float64)
+        pairs = (queries * (batch.seq_lens[first:] - queries / 2)).sum()
+        flops = 4 * self.spec.q_size * pairs
+        return bool(flops < LONG_ROW_FLOPS * len(queries))
+
+    def _logits_at(self, indices: NDArray[np.int32]) -> Tensor:
+        """Logits of some of the step's wanted tokens."""
+        if self._hidden is None:
+            return self._logits[self._indices(indices)]
+        return self._head(self._hidden[self._indices(indices)])
+
+    def _indices(self, indices: NDArray[np.int32]) -> Tensor:
+        source = torch.from_numpy(indices)
+        if self.device.type == "cuda":
+            source = source.pin_memory()
+        return source.to(self.device, non_blocking=True).long()
+
+    # ---- the stages
+
+    def _bind(self) -> list[Op]:
+        """The model's stages as a list of calls. The calls take the runtime as their first
+        argument: a list that holds it would keep its memory until Python looks for cycles."""
+        ops: dict[tuple[StageName, ...], Op] = {
+            ("norm_qkv",): CudaRuntime._norm_qkv,
+            ("rope_write",): CudaRuntime._rope_write,
+            ("attend_split", "attend_merge"): CudaRuntime._attend,
+            ("out_proj", "reduce_add"): CudaRuntime._out_proj,
+            ("norm_ffn_up",): CudaRuntime._norm_ffn_up,
+            ("ffn_down", "reduce_add"): CudaRuntime._ffn_down,
+            ("norm_head",): CudaRuntime._norm_head,
+        }
+        stages = [stage for stage in lower(self.spec) if stage.name not in ("embed", "sample")]
+        return [
+            op if layer is None else partial(op, layer=self.layers[layer])
+            for op, layer in cover(stages, ops)
+        ]
+
+    def _embedded(self, num_tokens: int) -> Tensor:
+        x = F.embedding(self._inputs.ids[:num_tokens], self._weights.embed)
+        return x if self.spec.embed_scale == 1.0 else x * self._embed_scale
+
+    def _norm_qkv(self, step: Step, layer: Layer) -> None:
+        weights = layer.weights
+        x = self._normed(step, weights.attn_norm)
+        step.qkv = F.linear(x, weights.qkv, weights.qkv_bias)
+
+    def _rope_write(self, step: Step, layer: Layer) -> None:
+        step.q = rope_write(
+            step.qkv,
+            step.positions,
+            *self._rope[layer.rope],
+            layer.k_cache,
+            layer.v_cache,
+            step.groups[layer.group].slots,
+            num_heads=self.spec.num_heads,
+            qk_norm=layer.weights.qk_norm,
+            eps=self.spec.norm_eps,
+        )
+
+    def _attend(self, step: Step, layer: Layer) -> None:
+        group, caches = step.groups[layer.group], (layer.k_cache, layer.v_cache)
+        decode, count = self._attention[layer.group].decode, step.num_decodes
+        parts = []
+        if group.decode_plan is not None:
+            parts.append(decode.run(step.q[:count], *caches, group.decode_plan)[0])
+        if group.prefill is not None:
+            parts.append(group.prefill.run(step.q[count:], *caches, group.prefill_plan)[0])
+        step.attention = parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _out_proj(self, step: Step, layer: Layer) -> None:
+        weights = layer.weights
+        step.delta = F.linear(step.attention.flatten(1), weights.o, weights.o_bias)
+        step.post_norm = weights.attn_post_norm
+
+    def _norm_ffn_up(self, step: Step, layer: Layer) -> None:
+        weights = layer.weights
+        x = self._normed(step, weights.ffn_norm)
+        up = F.linear(x, weights.gate_up, weights.gate_up_bias)
+        step.ffn = gated(up, self.spec.activation)
+
+    def _ffn_down(self, step: Step, layer: Layer) -> None:
+        step.delta = F.linear(step.ffn, layer.weights.down, layer.weights.down_bias)
+        step.post_norm = layer.weights.ffn_post_norm
+
+    def _norm_head(self, step: Step) -> None:
+        step.hidden = self._normed(step, self._weights.final_norm, step.logits_rows)
+
+    def _normed(self, step: Step, weight: Tensor, rows: Tensor | None = None) -> Tensor:
+        """The norm of x, with what is to be added to it added first."""
+        normed = add_rms_norm(
+            step.x,
+            weight,
+            self.spec.norm_eps,
+            delta=step.delta,
+            post_weight=step.post_norm,
+            rows=rows,
+            dtype=self.dtype,
+        )
+        step.delta = step.post_norm = None
+        assert normed is not None
+        return normed
+
+    def _head(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Logits [n, vocab] of normed rows, float32 where they are capped."""
+        cap = self.spec.logit_soft_cap
+        if cap is None:
+            return torch.mm(hidden, self._weights.head.t(), out=out)
+        capped = cap * torch.tanh(F.linear(hidden, self._weights.head).float() / cap)
+        return capped if out is None else out.copy_(capped)
+
+
+def batch_buckets(max_rows: int) -> list[int]:
+    """Sizes to which decode steps are padded: powers of two up to 16, then in steps of 16 and, past
+    128, of 32."""
+    sizes = [1, 2, 4, 8, *range(16, 128, 16), *range(128, max_rows, 32)]
+    return [size for size in sizes if size < max_rows] + [max_rows]
+
+
+def rope_tables(rope: RopeSpec, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosine and sine, float32 [length, rotary_dim / 2], as ``models/rope.py`` has them."""
+    frequencies = torch.from_numpy(inverse_frequencies(rope).copy()).to(device)
+    angles = torch.arange(length, device=device, dtype=torch.float32)[:, None] * frequencies
+    return angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor

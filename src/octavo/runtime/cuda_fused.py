@@ -1,0 +1,170 @@
+"""Decode steps of a few rows in five launches a layer, for the ``cuda`` runtime.
+
+A small step is bound by the number of kernels that wait for one another, not by their bytes. Each
+kernel here covers several stages and begins before the one in front has ended. The residual stream
+is float32. A norm is done in two halves: whoever writes ``x`` also writes ``h``, x times the weight
+of the norm that comes next, and its sums of squares; whoever reads ``h`` scales the product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo.attention.spec import AttentionSpec, Support
+from octavo.kernels.embed.triton import embed
+from octavo.kernels.embed.triton import square_columns as embed_squares
+from octavo.kernels.linear.tiles import MAX_ROWS
+from octavo.kernels.linear_add import triton as add
+from octavo.kernels.norm_gate_up import triton as gate_up
+from octavo.kernels.norm_linear import triton as linear
+from octavo.kernels.rope_attention import triton as attention
+from octavo.kernels.step_inputs.layout import StepInputs
+from octavo.models.spec import DecoderSpec, RopeSpec
+from octavo.runtime.eager import Layer
+from octavo.runtime.torch_weights import DecoderTensors
+
+Cuts = tuple[attention.Cut, ...]  # of each KV group
+
+
+@dataclass(frozen=True)
+class _Buffers:
+    """What the kernels of a step of M rows hand on."""
+
+    x: Tensor  # [M, hidden] float32
+    h: Tensor  # [M, hidden]
+    embedded: Tensor  # sums of squares of x, by its writer: [M, any] float32
+    added: Tensor
+    downed: Tensor
+    qkv: Tensor  # [M, q + 2 kv]
+    attention: Tensor  # [M, heads * head_dim]
+    ffn: Tensor  # [M, intermediate]
+
+
+def supports(
+    spec: DecoderSpec, dtype: torch.dtype, attention_specs: Sequence[AttentionSpec], num_rows: int
+) -> Support:
+    """Whether such steps can be carried out so, and if not, why."""
+    if dtype != torch.bfloat16:
+        return Support(False, f"computes in bfloat16, not in {dtype}")
+    parts = [part.supports(spec, num_rows) for part in (add, gate_up, linear)]
+    parts += [attention.supports(one, num_rows) for one in attention_specs]
+    return next((part for part in parts if not part.ok), Support(True))
+
+
+class FusedDecode:
+    """See the module. ``attention_specs`` are decode's, of each KV group."""
+
+    max_rows = MAX_ROWS
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        weights: DecoderTensors,
+        layers: Sequence[Layer],
+        attention_specs: Sequence[AttentionSpec],
+        inputs: StepInputs,
+        rope: Mapping[RopeSpec, tuple[Tensor, Tensor]],
+    ) -> None:
+        self._spec = spec
+        self._weights = weights
+        self._layers = layers
+        self._attention_specs = attention_specs
+        self._inputs = inputs
+        self._rope = rope
+        self._num_sms = 132
+        if weights.embed.is_cuda:
+            gpu = torch.cuda.get_device_properties(weights.embed.device)
+            self._num_sms = gpu.multi_processor_count
+        # A cut has at most as many shares as two blocks for each multiprocessor.
+        self._scratch = [
+            attention.make_scratch(one, MAX_ROWS, 2 * self._num_sms) for one in attention_specs
+        ]
+        self._buffers: dict[int, _Buffers] = {}
+
+    def cuts(self, num_rows: int, longest: int) -> Cuts:
+        """How attention cuts the histories of a step whose longest row has so many tokens; a graph
+        is captured for one."""
+        return tuple(
+            attention.choose_cut(one, num_rows, longest, self._num_sms)
+            for one in self._attention_specs
+        )
+
+    def launch(self, num_rows: int, cuts: Cuts, logits: Tensor) -> None:
+        """Carry out a step that is laid out in the inputs; ``logits`` [M, vocab] get all rows'."""
+        spec, weights, inputs = self._spec, self._weights, self._inputs
+        eps = spec.norm_eps
+        if num_rows not in self._buffers:
+            self._buffers[num_rows] = self._make_buffers(num_rows)
+        b = self._buffers[num_rows]
+        first = self._layers[0].weights.attn_norm
+        embed(
+            inputs.ids[:num_rows],
+            weights.embed,
+            first,
+            b.x,
+            b.h,
+            b.embedded,
+            scale=spec.embed_scale,
+        )
+        squares = b.embedded
+        norms = [layer.weights.attn_norm for layer in self._layers[1:]] + [weights.final_norm]
+        for layer, next_norm in zip(self._layers, norms, strict=True):
+            own, group = layer.weights, layer.group
+            linear.norm_linear(b.h, squares, own.qkv, b.qkv, eps=eps, bias=own.qkv_bias)
+            qk_norm = own.qk_norm
+            attention.rope_attention(
+                self._attention_specs[group],
+                b.qkv,
+                layer.k_cache,
+                layer.v_cache,
+                inputs.tables[group, :num_rows],
+                inputs.seq_lens[:num_rows],
+                inputs.slots[group, :num_rows],
+                *self._rope[layer.rope],
+                b.attention,
+                cut=cuts[group],
+                scratch=self._scratch[group],
+                q_norm=None if qk_norm is None else qk_norm[0],
+                k_norm=None if qk_norm is None else qk_norm[-1],
+                eps=eps,
+            )
+            add.linear_add(b.attention, own.o, b.x, own.ffn_norm, b.h, b.added, bias=own.o_bias)
+            gate_up.norm_gate_up(
+                b.h,
+                b.added,
+                own.gate_up,
+                b.ffn,
+                eps=eps,
+                activation=spec.activation,
+                bias=own.gate_up_bias,
+            )
+            add.linear_add(b.ffn, own.down, b.x, next_norm, b.h, b.downed, bias=own.down_bias)
+            squares = b.downed
+        linear.norm_linear(
+            b.h, squares, weights.head, logits, eps=eps, soft_cap=spec.logit_soft_cap
+        )
+
+    def _make_buffers(self, num_rows: int) -> _Buffers:
+        spec, device = self._spec, self._weights.embed.device
+
+        def floats(columns: int) -> Tensor:
+            return torch.empty(num_rows, columns, dtype=torch.float32, device=device)
+
+        def halves(columns: int) -> Tensor:
+            return torch.empty(num_rows, columns, dtype=torch.bfloat16, device=device)
+
+        hidden, inner = spec.hidden_size, spec.intermediate_size
+        return _Buffers(
+            x=floats(hidden),
+            h=halves(hidden),
+            embedded=floats(embed_squares(hidden)),
+            added=floats(add.square_columns(hidden, spec.q_size, num_rows)),
+            downed=floats(add.square_columns(hidden, inner, num_rows)),
+            qkv=halves(spec.q_size + 2 * spec.kv_size),
+            attention=halves(spec.q_size),
+            ffn=halves(inner),
+        )

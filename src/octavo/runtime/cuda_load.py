@@ -1,0 +1,208 @@
+"""From a model and its attention to a :class:`~octavo.runtime.cuda.CudaRuntime`, ready to run.
+
+What a step needs besides weights and KV is measured before the pools are allocated: the largest
+steps are run once, over a few blocks. Then steps of every size are, so that no request waits for a
+compiler; Triton keeps what it compiles in the user's cache.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from platformdirs import user_cache_path
+
+from octavo import __version__
+from octavo.attention.candidates import Selection, candidate, open_pair
+from octavo.cache.groups import KVGroup
+from octavo.engine.batch import StepBatch
+from octavo.engine.sampling import SamplingRow, make_sampling_batch
+from octavo.runtime.candidates import Model
+from octavo.runtime.cuda import Attention, CudaRuntime, Limits
+from octavo.runtime.eager import make_layers
+from octavo.runtime.memory import plan_kv
+from octavo.runtime.torch_weights import DecoderTensors, load_weights, random_weights
+from octavo.sampling_params import SamplingParams
+
+_FEW_BLOCKS = 64
+_GRAPH_BYTES = 512 << 20  # what the graphs of all sizes take, about
+
+
+def load_cuda(
+    model: Model, dtype: str, selections: Sequence[Selection], num_blocks: Sequence[int]
+) -> CudaRuntime:
+    """Load the weights in ``dtype`` (in float32 products are exact: no TF32), and the rest.
+    ``num_blocks`` is what was planned; unless the user said so, it is planned anew from what is
+    measured."""
+    kind = getattr(torch, dtype)
+    if kind is torch.float32:
+        torch.set_float32_matmul_precision("highest")
+    cache = user_cache_path("octavo") / "triton" / f"{__version__}-{triton.__version__}"
+    os.environ.setdefault("TRITON_CACHE_DIR", str(cache))
+    free = free_bytes(model.device)
+    spec, config = model.spec, model.config
+    if model.checkpoint is None:
+        weights = random_weights(spec, device=model.device, dtype=kind, seed=0)
+    else:
+        weights = load_weights(
+            spec,
+            model.checkpoint,
+            device=model.device,
+            dtype=kind,
+            num_threads=model.num_threads,
+        )
+    attention = [open_attention(selection) for selection in selections]
+    if config.num_gpu_blocks_override is None:
+        weight_bytes = torch.cuda.memory_allocated(model.device)
+        few = [_FEW_BLOCKS] * len(num_blocks)
+        runtime = _make_runtime(model, weights, attention, selections, few)
+        allocated = torch.cuda.memory_allocated(model.device) - weight_bytes
+        torch.cuda.reset_peak_memory_stats(model.device)
+        run_largest_steps(runtime, model, few[0])
+        peak = torch.cuda.max_memory_allocated(model.device) - weight_bytes
+        del runtime
+        torch.cuda.empty_cache()
+        # Code of kernels, workspaces of libraries: what torch doesn't know of.
+        others = free - free_bytes(model.device) - torch.cuda.memory_reserved(model.device)
+        num_blocks = plan_kv(
+            spec,
+            model.groups,
+            [selection.kv_layout(1) for selection in selections],
+            block_size=config.block_size,
+            weights=weight_bytes,
+            dtype=dtype,
+            free_bytes=free,
+            utilization=config.gpu_memory_utilization,
+            max_model_len=config.max_model_len or spec.max_position,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            prefix_caching=config.enable_prefix_caching,
+            fill=True,
+            activations=max(peak, allocated) + max(others, 0) + _GRAPH_BYTES,
+        )
+    runtime = _make_runtime(model, weights, attention, selections, num_blocks)
+    warm_up(runtime, model, num_blocks[0])
+    return runtime
+
+
+def free_bytes(device: str) -> int:
+    """What the GPU has free now."""
+    free: int = torch.cuda.mem_get_info(device)[0]
+    return free
+
+
+def open_attention(selection: Selection) -> Attention:
+    """The chosen pair; and ours for prefill steps of short rows, where it could have been chosen
+    but for its place in the order."""
+    prefill, decode = open_pair(selection)
+    ours: Any = None
+    states = {verdict.candidate: verdict.state for verdict in selection.verdicts["prefill"]}
+    if states["triton"] == "possible":
+        ours = candidate("triton").open(selection.prefill_spec)
+    graph_decode: Any = decode
+    return Attention(graph_decode, prefill, ours)
+
+
+def run_largest_steps(runtime: CudaRuntime, model: Model, num_blocks: int) -> None:
+    """A prefill step of as many tokens as a step may have, and a decode step of as many rows, both
+    sampled with filters."""
+    config = model.config
+    longest = config.max_model_len or model.spec.max_position
+    left = config.max_num_batched_tokens
+    lengths: list[int] = []
+    while left > 0 and len(lengths) < config.max_num_seqs:
+        lengths.append(min(left, longest))
+        left -= lengths[-1]
+    params = SamplingParams(top_k=20, top_p=0.9)
+    for counts in (lengths, [1] * config.max_num_seqs):
+        _run(runtime, _made_up(counts, counts, config.block_size, num_blocks, model.groups), params)
+
+
+def warm_up(runtime: CudaRuntime, model: Model, num_blocks: int) -> None:
+    """Run a step of each kind that is compiled by itself; the pools' contents don't matter yet."""
+    config = model.config
+    longest = config.max_model_len or model.spec.max_position
+
+    def run(counts: list[int], length: int, **params: Any) -> None:
+        lengths = [max(count, length) for count in counts]
+        batch = _made_up(counts, lengths, config.block_size, num_blocks, model.groups)
+        _run(runtime, batch, SamplingParams(**params))
+
+    for rows, length in runtime.kinds_of_decode(longest):
+        run([1] * rows, length)
+    run([1], 1, top_k=20, top_p=0.9)
+    rows = 1
+    while rows <= config.max_num_seqs and 2 * rows <= config.max_num_batched_tokens:
+        run([2] * rows, 2)
+        rows *= 2
+
+
+def _run(runtime: CudaRuntime, batch: StepBatch, params: SamplingParams) -> None:
+    sampling = make_sampling_batch(
+        [SamplingRow(params, [0], [], 0, 0, 0)] * batch.num_rows,
+        sample_indices=batch.sample_indices,
+        vocab_size=runtime.vocab_size,
+    )
+    runtime.forward(batch)
+    runtime.wait(runtime.sample(sampling))
+
+
+def _make_runtime(
+    model: Model,
+    weights: DecoderTensors,
+    attention: Sequence[Attention],
+    selections: Sequence[Selection],
+    num_blocks: Sequence[int],
+) -> CudaRuntime:
+    spec, config = model.spec, model.config
+    max_model_len = config.max_model_len or spec.max_position
+    runtime = CudaRuntime(
+        spec,
+        weights,
+        make_layers(spec, weights, model.groups, selections, num_blocks),
+        attention,
+        Limits(
+            config.max_num_batched_tokens,
+            config.max_num_seqs,
+            -(-max_model_len // config.block_size),
+        ),
+        max_model_len=max_model_len,
+        graphs=True,
+    )
+    runtime.num_blocks = tuple(num_blocks)
+    return runtime
+
+
+def _made_up(
+    counts: Sequence[int],
+    lengths: Sequence[int],
+    block_size: int,
+    num_blocks: int,
+    groups: Sequence[KVGroup],
+) -> StepBatch:
+    """A step of the newest ``counts`` tokens of rows of these lengths: single ones or none. All
+    rows share the first blocks, so what they compute is nothing."""
+    positions = np.concatenate(
+        [np.arange(n - count, n, dtype=np.int32) for count, n in zip(counts, lengths, strict=True)]
+    )
+    table = np.arange(-(-max(lengths) // block_size), dtype=np.int32) % num_blocks
+    slots = table[positions // block_size] * block_size + positions % block_size
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    rows = np.arange(len(counts), dtype=np.int32)
+    return StepBatch(
+        input_ids=np.zeros(len(positions), np.int32),
+        id_rows=np.full(len(positions), -1, np.int32),
+        positions=positions,
+        query_start_loc=starts,
+        seq_lens=np.asarray(lengths, np.int32),
+        num_decodes=len(counts) if max(counts) == 1 else 0,
+        slot_mapping=(slots.astype(np.int32),) * len(groups),
+        block_table=(np.tile(table, (len(counts), 1)),) * len(groups),
+        logits_indices=starts[1:] - np.int32(1),
+        sample_indices=rows,
+        sample_rows=rows,
+    )

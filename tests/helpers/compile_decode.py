@@ -1,0 +1,177 @@
+"""Compile the fused decode kernels for a GPU that isn't there, as their launching functions would.
+
+python compile_decode.py    # JSON: case -> registers, bytes of stack, whether loads come early
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from helpers.decode import make_rows
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from octavo.kernels.embed import triton as embed
+from octavo.kernels.linear import triton as linear
+from octavo.kernels.linear.tiles import Tile
+from octavo.kernels.linear_add import triton as linear_add
+from octavo.kernels.norm_gate_up import triton as norm_gate_up
+from octavo.kernels.norm_linear import triton as norm_linear
+from octavo.kernels.rope_attention import triton as rope_attention
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+MODULES = (embed, linear, linear_add, norm_gate_up, norm_linear, rope_attention)
+
+
+class NoDevice:
+    """What Triton asks of a driver in order to compile."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def main() -> None:
+    driver.set_active(NoDevice())
+    run, compiled = JITFunction.run, []
+
+    def compile_only(kernel, *args, grid, warmup, **constants):
+        compiled.append(run(kernel, *args, grid=grid, warmup=True, **constants))
+
+    JITFunction.run = compile_only
+    for module in MODULES:
+        module.dependent_launches = lambda: True
+    results: dict[str, dict[str, Any]] = {}
+    for name, launch in CASES.items():
+        compiled.clear()
+        try:
+            launch()
+            results[name] = inspect(compiled[-1])
+        except Exception as error:
+            results[name] = {"error": f"{type(error).__name__}: {error}"}
+    print(json.dumps(results))
+
+
+def inspect(binary: Any) -> dict[str, Any]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        usage = subprocess.check_output([CUOBJDUMP, "-res-usage", file.name], text=True)
+        code = subprocess.check_output([CUOBJDUMP, "-sass", file.name], text=True)
+    found = dict(re.findall(r"\b(REG|STACK):(\d+)", usage))
+    before_wait = code.partition("ACQBULK")[0]
+    return {
+        "registers": int(found["REG"]),
+        "stack": int(found["STACK"]),
+        "waits": "ACQBULK" in code,
+        "early": "UTMALDG" in before_wait or "LDGSTS" in before_wait,
+    }
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype)
+
+
+def sums(rows: int, columns: int = 64) -> torch.Tensor:
+    return zeros(rows, columns, dtype=torch.float32)
+
+
+def qkv(rows: int, n: int, k: int, tile: Tile | None = None, **how: Any) -> None:
+    out = zeros(rows, n)
+    norm_linear.norm_linear(
+        zeros(rows, k), sums(rows), zeros(n, k), out, eps=1e-6, tile=tile, **how
+    )
+
+
+def gate_up(rows: int, inner: int, k: int, **how: Any) -> None:
+    weight, out = zeros(2 * inner, k), zeros(rows, inner)
+    norm_gate_up.norm_gate_up(zeros(rows, k), sums(rows), weight, out, eps=1e-6, **how)
+
+
+def add(rows: int, n: int, k: int, **how: Any) -> None:
+    x, norm, h = sums(rows, n), sums(1, n)[0], zeros(rows, n)
+    squares = sums(rows, linear_add.square_columns(n, k, rows))
+    linear_add.linear_add(zeros(rows, k), zeros(n, k), x, norm, h, squares, **how)
+
+
+def attention(length: int, num_rows: int = 1, **shape: Any) -> None:
+    llama = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+    rows = make_rows([1] * num_rows, **{**llama, **shape})
+    cut = rope_attention.choose_cut(rows.spec, num_rows, length)
+    rope_attention.rope_attention(
+        rows.spec,
+        rows.qkv,
+        rows.k_cache,
+        rows.v_cache,
+        rows.block_table,
+        rows.seq_lens,
+        rows.slot_mapping,
+        rows.cos,
+        rows.sin,
+        zeros(num_rows, rows.spec.num_heads * rows.spec.head_dim, dtype=rows.qkv.dtype),
+        cut=cut,
+        scratch=rope_attention.make_scratch(rows.spec, num_rows, cut.splits),
+        q_norm=rows.q_norm,
+        k_norm=rows.k_norm,
+        eps=1e-6,
+    )
+
+
+def embed_rows() -> None:
+    x, norm = sums(3, 1024), sums(1, 1024)[0]
+    ids = torch.zeros(3, dtype=torch.int64)
+    embed.embed(ids, zeros(9, 1024), norm, x, zeros(3, 1024), sums(3, 1))
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "norm_linear": lambda: qkv(1, 4096, 1024),
+    "norm_linear, 4 rows": lambda: qkv(4, 4096, 1024),
+    "norm_linear, 16 rows, all features": lambda: qkv(
+        16, 4096, 1024, bias=zeros(4096), soft_cap=30.0
+    ),
+    "norm_linear, odd sides": lambda: qkv(3, 49_155, 576),
+    "norm_linear, 8B": lambda: qkv(1, 6144, 4096),
+    "norm_gate_up": lambda: gate_up(1, 3072, 1024),
+    "norm_gate_up, 5 rows, all features": lambda: gate_up(
+        5, 1536, 576, activation="gelu_tanh", bias=zeros(3072)
+    ),
+    "norm_gate_up, 8B": lambda: gate_up(1, 12_288, 4096),
+    "norm_gate_up, 8B, 16 rows": lambda: gate_up(16, 12_288, 4096),
+    "linear_add": lambda: add(1, 1024, 3072),
+    "linear_add, 16 rows, bias": lambda: add(16, 1024, 3072, bias=zeros(1024)),
+    "linear_add, 8B": lambda: add(1, 4096, 12_288),
+    "linear_add, 8B, 16 rows": lambda: add(16, 4096, 12_288),
+    "attention, 128": lambda: attention(128),
+    "attention, 128K": lambda: attention(131_072),
+    "attention, 4 rows of 2K": lambda: attention(2048, 4),
+    "attention, window and cap": lambda: attention(8192, window=1000, soft_cap=30.0),
+    "attention, 64, groups of 3, no norms": lambda: attention(
+        4096, num_heads=9, num_kv_heads=3, head_dim=64, norms=False
+    ),
+    "attention, 80, half rotated, fp16": lambda: attention(
+        1024, head_dim=80, rotary_dim=32, dtype=torch.float16
+    ),
+    "attention, 256, one KV head": lambda: attention(
+        8192, num_heads=4, num_kv_heads=1, head_dim=256, window=512
+    ),
+    "attention, group of 24": lambda: attention(2048, num_heads=24, num_kv_heads=1),
+    "embed": embed_rows,
+}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""The ``cuda`` runtime in the interpreter: its logits against transformers, and the engine's
+answers on it against those of the eager runtime."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+from helpers.checkpoints import family, reference_logits
+from helpers.cuda import load
+from helpers.driver import Driver, Float32, relative_error
+
+from octavo import LLM, SamplingParams
+from octavo.checkpoint import open_checkpoint
+from octavo.config import EngineConfig
+from octavo.engine.loop import Engine, EngineLimits
+from octavo.engine.request import Request
+from octavo.runtime.candidates import Model
+from octavo.runtime.cuda import batch_buckets
+from octavo.runtime.cuda_load import run_largest_steps, warm_up
+
+torch.set_num_threads(1)
+IDS = np.random.default_rng(1).integers(0, 320, 80).tolist()
+
+
+@pytest.fixture(scope="module", params=["qwen3", "gemma3"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Between them: QK-norm, windows, post-norms, a scaled and tied embedding."""
+    return family(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def close(logits: Float32, reference: Float32) -> None:
+    assert logits.shape == reference.shape
+    assert relative_error(logits, reference) < 1e-4
+
+
+@pytest.mark.parametrize("max_rows", [1, 2, 16, 17, 128, 200, 256, 300])
+def test_sizes_of_decode_steps(max_rows: int) -> None:
+    sizes = batch_buckets(max_rows)
+    assert sizes == sorted(set(sizes))
+    assert sizes[0] == 1
+    assert sizes[-1] == max_rows
+    assert all(b <= max(2 * a, a + 32) for a, b in pairwise(sizes))
+
+
+def test_prefill_chunks_and_padded_decodes(model: Path) -> None:
+    """Steps of rows of all kinds, then decode steps of several sizes."""
+    driver = load(model)
+    prompts = [IDS[i : i + 40] for i in range(5)]
+    truth = cache(lambda i: reference_logits(model, prompts[i]))
+    rows = [driver.sequence() for _ in prompts]
+
+    def step(*counts: int) -> None:
+        chunks = [
+            (row, ids[row.length : row.length + count])
+            for row, ids, count in zip(rows, prompts, counts, strict=False)
+            if count
+        ]
+        taken = [i for i, count in enumerate(counts) if count]
+        for i, logits in zip(taken, driver.step(chunks), strict=True):
+            close(logits, truth(i)[rows[i].length - len(logits) : rows[i].length])
+
+    step(1, 20)
+    step(1, 1, 33, 7)
+    step(1, 0, 1, 13, 30)
+    for count in (5, 3, 1):  # padded to 8, 4 and 1
+        step(*[1] * count)
+
+
+def test_other_biases(tmp_path: Path) -> None:
+    model = family(tmp_path, "llama", attention_bias=True, mlp_bias=True, head_dim=24)
+    close(
+        load(model, block_size=5).run(IDS[:24], chunk=15, decode_from=21),
+        reference_logits(model, IDS[:24]),
+    )
+
+
+def test_bfloat16(tmp_path: Path) -> None:
+    model = family(tmp_path, "qwen3")
+    logits = load(model, dtype="bfloat16").run(IDS[:24], decode_from=20)
+    assert relative_error(logits, reference_logits(model, IDS[:24])) < 0.05
+
+
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=6),
+    SamplingParams(temperature=0.9, seed=3, max_tokens=7, logprobs=2),
+    SamplingParams(temperature=0.8, top_k=20, top_p=0.9, seed=4, max_tokens=5),
+    SamplingParams(temperature=0.0, repetition_penalty=1.2, logit_bias={5: 3.0}, max_tokens=4),
+    SamplingParams(temperature=0.7, seed=5, presence_penalty=0.5, max_tokens=5, min_tokens=5),
+    SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=2),
+]
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_the_engine_answers_as_on_the_eager_runtime(model: Path, overlapped: bool) -> None:
+    """Ids that only the device knows, rows that come and go, all that sampling knows."""
+    prompts = [IDS[i : i + 4 + 5 * i] for i in range(len(PARAMS))]
+    eager = LLM(str(model), device="cpu", enforce_eager=True, exact=True, max_model_len=320)
+    wanted = eager.generate([{"prompt_token_ids": ids} for ids in prompts], PARAMS, use_tqdm=False)
+    driver = load(model, max_rows=4)
+    limits = EngineLimits(4, 40, 320, 16, (64,) * len(driver.groups), async_scheduling=overlapped)
+    engine = Engine(driver.runtime, driver.groups, limits)
+    for i, (ids, params) in enumerate(zip(prompts, PARAMS, strict=True)):
+        engine.add(Request(str(i), ids, params, frozenset([257]), params.seed or 0))
+    found = answers(engine, len(PARAMS))
+    for i, output in enumerate(wanted):
+        token_ids, logprobs, prompt_logprobs = found[i]
+        assert token_ids == output.outputs[0].token_ids
+        check_logprobs(logprobs, output.outputs[0].logprobs)
+        check_logprobs(prompt_logprobs, output.prompt_logprobs)
+
+
+def answers(engine: Engine, count: int) -> list[tuple[list, list | None, list | None]]:
+    found: list[tuple[list, list, list]] = [([], [], []) for _ in range(count)]
+    while engine.has_work:
+        for update in engine.step():
+            ids, logprobs, prompt_logprobs = found[int(update.request_id)]
+            assert update.error is None
+            ids += update.new_token_ids
+            logprobs += update.logprobs or []
+            prompt_logprobs += update.prompt_logprobs or []
+    return [(ids, own or None, prompt or None) for ids, own, prompt in found]
+
+
+def check_logprobs(ours: list | None, theirs: list | None) -> None:
+    assert (ours is None) == (theirs is None)
+    for mine, other in zip(ours or [], theirs or [], strict=True):
+        assert (mine is None) == (other is None)
+        for token, entry in (other or {}).items():
+            assert mine[token].rank == entry.rank
+            assert mine[token].logprob == pytest.approx(entry.logprob, abs=1e-4)
+
+
+def test_damaged_weights_end_rows_alone(model: Path) -> None:
+    driver: Driver = load(model, max_rows=4)
+    driver.runtime._weights.final_norm.fill_(float("nan"))
+    limits = EngineLimits(4, 40, 320, 16, (64,) * len(driver.groups))
+    engine = Engine(driver.runtime, driver.groups, limits)
+    engine.add(Request("0", IDS[:5], SamplingParams(logprobs=1), frozenset(), 0))
+    [update] = engine.step()
+    assert update.finish_reason == "abort"
+    assert "not finite" in update.error
+
+
+def test_fused_decode_of_few_rows(tmp_path: Path) -> None:
+    """In bfloat16, beside the same steps without fused kernels."""
+    model = family(tmp_path, "qwen3")
+    reference = reference_logits(model, IDS[:40])
+    found = {}
+    for fused in (False, True):
+        driver = load(model, dtype="bfloat16", fused=fused)
+        rows = [driver.sequence() for _ in range(3)]
+        driver.step([(row, IDS[: 30 + i]) for i, row in enumerate(rows)], "last")
+        found[fused] = driver.step([(row, [IDS[row.length]]) for row in rows])
+        for row, logits in zip(rows, found[fused], strict=True):
+            assert relative_error(logits, reference[row.length - 1 : row.length]) < 0.05
+    assert any((a != b).any() for a, b in zip(found[False], found[True], strict=True))
+
+
+def test_steps_that_are_run_at_load(model: Path) -> None:
+    """The largest ones, and one of each kind: they leave the runtime as it was."""
+    driver = load(model, max_rows=4, max_tokens=12, max_model_len=64)
+    folder = open_checkpoint(model)
+    config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=12, max_model_len=64)
+    described = Model(driver.runtime.spec, folder, driver.groups, config, "cuda")
+    run_largest_steps(driver.runtime, described, 2)
+    warm_up(driver.runtime, described, 2)
+    for layer in driver.runtime.layers:
+        layer.k_cache.fill_(float("nan"))
+        layer.v_cache.fill_(float("nan"))
+    close(driver.run(IDS[:12], decode_from=10), reference_logits(model, IDS[:12]))

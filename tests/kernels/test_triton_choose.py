@@ -1,0 +1,136 @@
+"""Choosing tokens by Triton's kernels, in the interpreter: the ids of ``engine/sampling.py``."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+
+from octavo.engine.sampling import SamplingRow, make_sampling_batch, sample
+from octavo.kernels.choose.triton import choose, make_scratch
+from octavo.runtime.device_sampling import pack_settings
+from octavo.sampling_params import SamplingParams
+
+
+@pytest.fixture(autouse=True)
+def both_lists(monkeypatch):
+    """Short lists so short that long ones come, too; sorting takes the interpreter seconds."""
+    monkeypatch.setattr("octavo.kernels.choose.triton.SHORT_LIST", 64)
+
+
+def ids_of(logits: np.ndarray, rows: list[SamplingRow], dtype: torch.dtype) -> np.ndarray:
+    """What the kernels choose; logits are those values exactly."""
+    vocab_size = logits.shape[1]
+    batch = make_sampling_batch(rows, sample_indices=range(len(rows)), vocab_size=vocab_size)
+    settings = torch.from_numpy(pack_settings(batch, np.arange(len(rows), dtype=np.int32), 6))
+    ids = torch.full((4, len(rows)), -7, dtype=torch.int32)
+    row_ids = torch.full((len(rows),), -7, dtype=torch.int32)
+    before = settings.clone()
+    choose(
+        torch.from_numpy(logits).to(dtype),
+        settings,
+        len(rows),
+        make_scratch(len(rows), vocab_size, "cpu"),
+        ids,
+        row_ids,
+        filtered=any(one.params != SamplingParams(**SETTINGS[1]) for one in rows),
+    )
+    assert torch.equal(row_ids, ids[2].clamp(min=0))
+    before[-2:] += 1
+    assert torch.equal(settings, before)
+    return ids[2].numpy()  # the turn is 6
+
+
+def check(logits: np.ndarray, rows: list[SamplingRow], dtype: torch.dtype = torch.float32) -> None:
+    logits = torch.from_numpy(logits).to(dtype).float().numpy()
+    batch = make_sampling_batch(rows, sample_indices=range(len(rows)), vocab_size=logits.shape[1])
+    expected = sample(logits, batch).token_ids
+    np.testing.assert_array_equal(ids_of(logits, rows, dtype), expected)
+
+
+def row(seed: int = 0, position: int = 0, choice: int = 0, **params) -> SamplingRow:
+    return SamplingRow(SamplingParams(**params), [1], [], seed, choice, position)
+
+
+SETTINGS = [
+    {"temperature": 0.0},
+    {},
+    {"temperature": 0.6},
+    {"temperature": 3.0},
+    {"temperature": 1e-30},
+    {"temperature": 1e30},
+    {"top_k": 1},
+    {"top_k": 3},
+    {"top_k": 200, "temperature": 2.0},
+    {"top_p": 0.5},
+    {"top_p": 1e-9},
+    {"top_p": 0.95, "temperature": 5.0},
+    {"top_k": 20, "top_p": 0.95, "temperature": 0.6},
+    {"top_k": 20, "top_p": 0.1, "temperature": 9.0},
+    {"min_p": 0.1},
+    {"min_p": 1.0},
+    {"min_p": 0.01, "top_k": 7, "top_p": 0.9, "temperature": 4.0},
+]
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"),
+    [(5, torch.float32), (1024, torch.bfloat16), (1025, torch.float32), (3000, torch.float32)],
+)
+def test_random_rows(vocab_size, dtype):
+    rng = np.random.default_rng(vocab_size)
+    rows = [
+        row(
+            seed=int(rng.integers(0, 2**63)),
+            position=int(rng.integers(0, 4000)),
+            choice=i % 3,
+            **settings,
+        )
+        for i, settings in enumerate(SETTINGS)
+    ]
+    logits = rng.standard_normal((len(rows), vocab_size)).astype(np.float32) * 3
+    check(logits, rows, dtype)
+
+
+@pytest.mark.parametrize("vocab_size", [70, 2100])
+def test_equal_logits(vocab_size):
+    """Ties at every threshold: the lower ids stay."""
+    rng = np.random.default_rng(0)
+    logits = rng.integers(-2, 1, (len(SETTINGS), vocab_size)).astype(np.float32)
+    if vocab_size == 70:
+        logits[:] = 0
+    check(logits, [row(seed=i, **settings) for i, settings in enumerate(SETTINGS)])
+
+
+def test_far_and_impossible_tokens():
+    logits = np.full((6, 1500), -math.inf, np.float32)
+    logits[:, 1200] = 4.0
+    logits[:, 7] = 3.0
+    logits[3:, 9] = -90.0
+    settings = [{}, {"top_k": 5}, {"top_p": 0.3}, {"temperature": 80.0}, {"min_p": 0.5}]
+    check(logits, [row(seed=3, **one) for one in [*settings, {"temperature": 0.0}]])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {}, {"top_p": 0.5}], ids=str)
+def test_logits_that_are_not_finite(bad, settings):
+    """They end their own row alone; -inf does where all are."""
+    logits = np.zeros((3, 1100), np.float32)
+    logits[1, 1050] = bad
+    if bad == -math.inf:
+        logits[1] = bad
+    rows = [row(seed=1, **settings) for _ in range(3)]
+    check(logits, rows)
+    assert ids_of(logits, rows, torch.float32)[1] == -1
+
+
+def test_draws_follow_the_distribution():
+    logits = np.log(np.array([[0.5, 0.3, 0.15, 0.05]], np.float32)).repeat(300, 0)
+    rows = [row(seed=5, position=i) for i in range(300)]
+    shares = np.bincount(ids_of(logits, rows, torch.float32), minlength=4) / 300
+    np.testing.assert_allclose(shares, [0.5, 0.3, 0.15, 0.05], atol=0.07)
