@@ -7,7 +7,7 @@
 #
 # A set-up step leaves a stamp in .venv, so that a second call starts at once and needs no network.
 
-PROMPT ?= What is the capital of France?
+PROMPT ?= What is the capital of Japan?
 PYTHON ?=
 # PyPI's torch for Linux is the CUDA build; this index has the CPU build under the same version.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu

@@ -105,7 +105,7 @@ def check_attention(rows: Rows, cut: Cut, tolerance: float = 8e-3) -> None:
         {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "norms": False},
         {"num_heads": 10, "num_kv_heads": 2, "head_dim": 80, "rotary_dim": 32, "block_size": 48},
         {"num_heads": 4, "num_kv_heads": 1, "head_dim": 256},
-        {"num_heads": 24, "num_kv_heads": 2, "head_dim": 96, "soft_cap": 20.0},
+        {"num_heads": 28, "num_kv_heads": 2, "head_dim": 96, "soft_cap": 20.0},
         {"num_heads": 8, "num_kv_heads": 4, "head_dim": 128, "window": 200},
         {"num_heads": 8, "num_kv_heads": 4, "head_dim": 64, "dtype": torch.float16},
     ],

@@ -168,7 +168,7 @@ CASES: dict[str, Callable[[], None]] = {
     "attention, 256, one KV head": lambda: attention(
         8192, num_heads=4, num_kv_heads=1, head_dim=256, window=512
     ),
-    "attention, group of 24": lambda: attention(2048, num_heads=24, num_kv_heads=1),
+    "attention, group of 14": lambda: attention(2048, num_heads=14, num_kv_heads=1),
     "embed": embed_rows,
 }
 

@@ -94,6 +94,10 @@ def soak(model: str, seconds: float, num_clients: int, pause: float) -> dict[str
             prompt: server.post(COMPLETIONS, body_of(prompt))["choices"][0]["text"]
             for prompt in PROMPTS
         }
+        # All of them at once are more than the blocks hold, however fast the machine.
+        together = pool.map(lambda prompt: server.post(COMPLETIONS, body_of(prompt)), PROMPTS * 3)
+        for prompt, answer in zip(PROMPTS * 3, together, strict=True):
+            assert answer["choices"][0]["text"] == right[prompt]
         pids = [*server.api_pids, server.engine_pid]
         before = [resident_bytes(pid) for pid in pids]
         end = time.monotonic() + seconds

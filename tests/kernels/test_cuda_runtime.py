@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 import torch
 from helpers.checkpoints import family, reference_logits
-from helpers.cuda import load
+from helpers.cuda_runtime import load
 from helpers.driver import Driver, Float32, relative_error
 
 from octavo import LLM, SamplingParams

@@ -111,10 +111,10 @@ def _launch_us(launch: Callable[[Tensor], object], matrices: Sequence[Tensor]) -
     graph.replay()
     times = []
     for _ in range(7):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         graph.replay()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e3 / len(matrices))
-    return median(times)
+    return float(median(times))

@@ -12,6 +12,17 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
+__all__ = [
+    "TensorDescriptor",
+    "async_copy",
+    "constexpr_function",
+    "gl",
+    "jit",
+    "mbarrier",
+    "mma_v2",
+    "tma",
+]
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 if not INTERPRETED:

@@ -71,8 +71,8 @@ def op(**fields: DTypeLike) -> Callable[[Callable[..., None]], Op]:
     """Compile ``function(thread, num_threads, counter, args)`` as an op over a record.
 
     ``counter`` is the address of an int64 that is 0 when the op begins and that its threads share
-    (:func:`fetch_add`); ``numba.carray(args, 1)[0]`` has the fields: numbers, and addresses as int64
-    (:func:`float32s` and its like make arrays of them). An op neither raises nor allocates.
+    (:func:`fetch_add`); ``numba.carray(args, 1)[0]`` has the fields: numbers, and addresses as
+    int64 (:func:`float32s` and its like make arrays of them). An op neither raises nor allocates.
     """
     record = np.dtype([(name, np.dtype(kind)) for name, kind in fields.items()], align=True)
     signature = types.void(

@@ -212,7 +212,7 @@ def load_chunk(
     for part in gl.static_range(PARTS):
         tile = tiles.index(slot * PARTS + part)
         tile = tile.reshape([ROWS // PARTS, S, CHUNK // S]).permute([1, 0, 2])
-        parts += (tile.load(weight_layout(S)),)
+        parts += (tile.load(weight_layout(S)),)  # type: ignore[assignment]
     return parts
 
 
@@ -230,7 +230,7 @@ def load_early(
     chunks = ()
     for i in gl.static_range(EARLY):
         mbarrier.wait(barriers.index(i), 0)
-        chunks += (load_chunk(tiles, i, ROWS, CHUNK, S, PARTS),)
+        chunks += (load_chunk(tiles, i, ROWS, CHUNK, S, PARTS),)  # type: ignore[assignment]
     return chunks
 
 
@@ -261,7 +261,7 @@ def take_activations(
         there = (m < num_rows)[None, None, :]
         if i * CHUNK + CHUNK > K:
             there &= i * CHUNK + columns < K
-        chunks += (gl.load(rows + (i * CHUNK + columns), mask=there, other=0.0),)
+        chunks += (gl.load(rows + (i * CHUNK + columns), mask=there, other=0.0),)  # type: ignore[assignment]
     return chunks
 
 

@@ -24,8 +24,9 @@ from octavo.kernels.gluon import INTERPRETED, async_copy, constexpr_function, gl
 from octavo.kernels.linear.tiles import MAX_ROWS
 from octavo.kernels.triton_launch import dependent_launches
 
-MAX_GROUP = 30  # query heads of a KV head: with its key and value they are one tile
-PARTIALS = 32  # merged at a time
+MAX_GROUP = 14  # query heads of a KV head: with its key and value they are a tile of 16
+PARTIALS = 32  # merged at a time, and of them
+VALUES = 128  # in a thread: more would be spilled
 TILE_BYTES = 96 << 10  # of keys and values on their way: two blocks fit a multiprocessor
 
 
@@ -179,11 +180,17 @@ def rope_attention(
         STAGES=cut.num_stages,
         G=max(16, triton.next_power_of_2(group + 2)),
         D=max(16, triton.next_power_of_2(spec.head_dim)),
-        MERGED=min(PARTIALS, triton.next_power_of_2(cut.splits)),
+        MERGED=_merged_at_a_time(cut, group, spec.head_dim),
         DEPENDENT=dependent,
         num_warps=cut.num_warps,
         launch_pdl=dependent,
     )
+
+
+def _merged_at_a_time(cut: Cut, group: int, head_dim: int) -> int:
+    values = triton.next_power_of_2(group) * triton.next_power_of_2(head_dim)
+    most = max(1, VALUES * 32 * cut.num_warps // values)
+    return int(min(PARTIALS, triton.next_power_of_2(cut.splits), most))
 
 
 @jit(do_not_specialize=["stride_table"])
