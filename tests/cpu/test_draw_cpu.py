@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from octavo.engine.sampling import SamplingRow, make_sampling_batch, sample
-from octavo.kernels.draw.cpu import LOWEST_SCORE, UNSURE, draw, scratch_bytes
+from octavo.kernels.choose.cpu import LOWEST_SCORE, UNSURE, draw, scratch_bytes
 from octavo.kernels.program import Program
 from octavo.kernels.team import Team
 from octavo.sampling_params import SamplingParams

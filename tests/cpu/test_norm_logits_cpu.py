@@ -8,8 +8,8 @@ import torch
 
 from octavo.kernels.logits import reference as logits_reference
 from octavo.kernels.logits.cpu import finish_logits
-from octavo.kernels.norm import reference as norm_reference
 from octavo.kernels.norm.cpu import add_norm
+from octavo.kernels.norm.reference import add_rms_norm
 from octavo.kernels.program import Program
 from octavo.kernels.team import Team
 
@@ -27,12 +27,13 @@ def test_add_norm(width, added, picked):
     rows = np.array([4, 0, 6], np.int32)
     x, y = random(7, width), random(7, width)[::-1].copy()
     weight, post_weight = random(width), random(width)[::-1].copy()
-    expected = norm_reference.add_norm(
-        torch.from_numpy(x),
-        None if added == "nothing" else torch.from_numpy(y),
-        torch.from_numpy(post_weight) if added == "normed y" else None,
+    stream = torch.from_numpy(x.copy())
+    normed = add_rms_norm(
+        stream,
         torch.from_numpy(weight),
         1e-5,
+        delta=None if added == "nothing" else torch.from_numpy(y),
+        post_weight=torch.from_numpy(post_weight) if added == "normed y" else None,
     )
     wanted = rows if picked else np.arange(7)
     found, count = np.full((7, width), np.nan, np.float32), np.array([len(wanted)])
@@ -50,10 +51,8 @@ def test_add_norm(width, added, picked):
         q8_stride=0,
     )
     Team(2).run(Program([call]))
-    np.testing.assert_allclose(x[wanted], expected[0].numpy()[wanted], rtol=1e-6, atol=1e-6)
-    np.testing.assert_allclose(
-        found[: len(wanted)], expected[1].numpy()[wanted], rtol=2e-6, atol=1e-6
-    )
+    np.testing.assert_allclose(x[wanted], stream.numpy()[wanted], rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(found[: len(wanted)], normed.numpy()[wanted], rtol=2e-6, atol=1e-6)
     assert np.isnan(found[len(wanted) :]).all()
 
 

@@ -16,8 +16,8 @@ from octavo.engine.batch import StepBatch
 from octavo.kernels.gated import reference as gated_reference
 from octavo.kernels.gated.triton import gated
 from octavo.kernels.merge_rows.triton import merge_rows
-from octavo.kernels.rms_norm import reference as norm_reference
-from octavo.kernels.rms_norm.triton import add_rms_norm
+from octavo.kernels.norm import reference as norm_reference
+from octavo.kernels.norm.triton import add_rms_norm
 from octavo.kernels.rope_write import reference as rope_reference
 from octavo.kernels.rope_write.triton import rope_write
 from octavo.kernels.step_inputs import reference as inputs_reference

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from octavo.engine.sampling import SampleOutput, SamplingBatch, report, sample
 from octavo.engine.sampling import draw as draw_exactly
-from octavo.kernels.draw.cpu import UNSURE, draw, scratch_bytes
+from octavo.kernels.choose.cpu import UNSURE, draw, scratch_bytes
 from octavo.kernels.program import Program
 from octavo.kernels.team import Team
 

@@ -28,7 +28,7 @@ from octavo.attention.spec import AttentionBatch, AttentionSpec, Backend
 from octavo.engine.batch import StepBatch
 from octavo.engine.sampling import SampleOutput, SamplingBatch
 from octavo.kernels.gated.triton import gated
-from octavo.kernels.rms_norm.triton import add_rms_norm
+from octavo.kernels.norm.triton import add_rms_norm
 from octavo.kernels.rope_write.triton import rope_write
 from octavo.kernels.step_inputs.layout import make_inputs
 from octavo.kernels.step_inputs.triton import unpack

@@ -1,1 +1,2 @@
-"""RMSNorm, with the residual's addition of a post-normed sublayer in front of it."""
+"""RMSNorm with the residual's addition in front of it: ``cpu.py`` as an op of a program,
+``triton.py`` for CUDA."""

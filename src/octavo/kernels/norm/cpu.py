@@ -1,5 +1,5 @@
-"""RMSNorm on a CPU: see ``reference.add_norm``. A row is one thread's, so that its result depends
-on nothing but the row."""
+"""RMSNorm on a CPU: see ``reference.add_rms_norm``. A row is one thread's, so that its result
+depends on nothing but the row."""
 
 from __future__ import annotations
 

@@ -1,21 +1,33 @@
-"""What the norm op computes, said in torch."""
+"""RMSNorm with the residual's addition in front of it, said in torch."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``x [T, width]`` by its root mean square and ``weight [width]``, float32."""
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+    """Over the last dimension, computed in float32; ``weight`` is float32."""
+    return (F.rms_norm(x.float(), x.shape[-1:], eps=eps) * weight).to(x.dtype)
 
 
-def add_norm(
-    x: Tensor, y: Tensor | None, post_weight: Tensor | None, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Add a sublayer's output ``y``, post-normed, to the residual stream, and norm that for the
-    next sublayer: ``(x, normed)``. Without ``y`` x stays as it is."""
-    if y is not None:
-        x = x + (y if post_weight is None else rms_norm(y, post_weight, eps))
-    return x, rms_norm(x, weight, eps)
+def add_rms_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    *,
+    delta: Tensor | None = None,
+    post_weight: Tensor | None = None,
+    rows: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor | None:
+    """See :func:`octavo.kernels.norm.triton.add_rms_norm`."""
+    if rows is not None:
+        x = x[rows.long()]
+        delta = None if delta is None else delta[rows.long()]
+    if delta is not None:
+        if post_weight is not None:
+            delta = rms_norm(delta, post_weight, eps)
+        x.copy_(x + delta)
+    return None if weight is None else rms_norm(x.float(), weight, eps).to(dtype or x.dtype)

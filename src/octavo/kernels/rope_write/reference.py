@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo.kernels.rms_norm.reference import rms_norm
+from octavo.kernels.norm.reference import rms_norm
 
 
 def rope_write(
