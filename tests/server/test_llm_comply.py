@@ -16,6 +16,8 @@ from llm_comply.schema import SpecLoader
 from llm_comply.tests import get_tests
 
 TEXT_ONLY = "HTTP 400 (expected [200])"  # the models read text: an image is refused
+# The suite draws at temperature 1, and a model of random weights may not come to a call's end.
+CUT_OFF = "finish_reason: expected 'tool_calls', got 'length'"
 MODEL_OPTIONAL = "HTTP 200 (expected [400, 422])"  # as in vLLM, the only model is the default
 
 
@@ -36,5 +38,7 @@ def test_suite(server: Server, api: str, spec: str, number: int, failures: dict[
     for one in results:
         first = one.errors[0] if one.errors else ""
         by_status[one.status.value][one.id.removeprefix("chat-")] = first
+    if by_status["failed"].get("tool-calling") == CUT_OFF:
+        del by_status["failed"]["tool-calling"]
     assert by_status["failed"] == {**failures, "error-handling": MODEL_OPTIONAL}
     assert by_status["skipped"].keys() == {"reasoning-summary"}  # asks for models of OpenAI's own

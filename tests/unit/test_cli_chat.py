@@ -99,14 +99,14 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(
                     os.kill(os.getpid(), signal.SIGINT)
                 yield output
 
-    llm = Interrupted()
+    llm, before = Interrupted(), signal.getsignal(signal.SIGINT)
     talk(monkeypatch, llm, "one", KeyboardInterrupt, "two")
     assert llm.aborted == 1
     assert llm.asked[1] == [user("one"), assistant("Hello"), user("two")]
     captured = capsys.readouterr()
     assert captured.out == "Hello\nHello.\n"
     assert "/quit" in captured.err
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_message_that_cannot_be_answered_is_taken_back(
