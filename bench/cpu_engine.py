@@ -201,6 +201,16 @@ def start_seconds(command: list[str]) -> float:
     return seconds
 
 
+def prefilling(engine: Engine, prompts: list[list[int]]) -> Callable[[int], float]:
+    """Prompt tokens a second, with another prompt each turn: none is in the prefix cache."""
+    return lambda turn: len(prompts[turn]) / engine("prefill", ids=prompts[turn])
+
+
+def decoding(engine: Engine, ids: list[int], steps: int) -> Callable[[int], float]:
+    """Tokens a second behind a prompt that is cached."""
+    return lambda _: 1 / engine("decode", ids=ids, steps=steps)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="a .gguf file; the embedded SmolLM2 by default")
@@ -248,25 +258,18 @@ def main() -> None:
     print(_HEADER)
     for length in prefills:
         ids = [prompt(length, seed, vocab_size) for seed in range(given.turns + 1)]
-        measures = [
-            lambda turn, e=engine: length / e("prefill", ids=ids[turn])  # noqa: B023
-            for engine in [ours, *theirs]
-        ]
+        measures = [prefilling(engine, ids) for engine in [ours, *theirs]]
         row(f"prefill {length:,}", "tok/s", alternate(given.turns, *measures))
     weights = weights_nbytes(checkpoint)
     for context in contexts:
         ids_ = prompt(context, 1000 + context, vocab_size)
         steps = 64 if context <= 1024 else 32
-        measures = [
-            lambda _, e=engine: 1 / e("decode", ids=ids_, steps=steps)  # noqa: B023
-            for engine in [ours, *theirs]
-        ]
+        measures = [decoding(engine, ids_, steps) for engine in [ours, *theirs]]
         values = alternate(given.turns, *measures)
         kv = kv_bytes(checkpoint.config, 2) * (context + steps / 2)
         row(f"decode at {context:,}", "tok/s", values, weights + kv)
         if ours_int8 is not None and context == CONTEXTS[-1]:
-            int8 = ours_int8
-            [value] = alternate(given.turns, lambda _: 1 / int8("decode", ids=ids_, steps=steps))  # noqa: B023
+            [value] = alternate(given.turns, decoding(ours_int8, ids_, steps))
             kv = kv_bytes(checkpoint.config, 1) * (context + steps / 2)
             row(f"decode at {context:,}, int8 KV", "tok/s", [value, *values[1:]], weights + kv)
     rows.append({"figure": "resident memory", "unit": "MB"})
@@ -284,10 +287,7 @@ def main() -> None:
         ids_ = prompt(32, 1032, vocab_size)
         quiet = next(one["octavo"] for one in rows if one["figure"] == "decode at 32")
         with busy_process():
-            measures = [
-                lambda _, e=engine: 1 / e("decode", ids=ids_, steps=32)
-                for engine in [ours, *theirs]
-            ]
+            measures = [decoding(engine, ids_, 32) for engine in [ours, *theirs]]
             values = alternate(given.turns, *measures)
         row("decode at 32, one busy process", "tok/s", values)
         rows[-1]["of quiet"] = values[0] / quiet
