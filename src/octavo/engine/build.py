@@ -130,8 +130,7 @@ def build_engine(config: EngineConfig) -> Loaded:
     import_module(f"octavo.runtime.{choice.runtime.name}")
     lap("runtime import")
     model = replace(model, config=replace(config, max_model_len=max_model_len))
-    runtime = choice.runtime.load(model, choice.selections, num_blocks)
-    num_blocks = getattr(runtime, "num_blocks", num_blocks)  # where it has measured what fits
+    runtime, num_blocks = choice.runtime.load(model, choice.selections, num_blocks)
     lap("weights")
     on_gpu = model.device != "cpu"
     overlapped = on_gpu if config.async_scheduling is None else config.async_scheduling

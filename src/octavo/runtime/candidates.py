@@ -78,9 +78,10 @@ class RuntimeCandidate(Protocol):
         """A sentence for the user about what loading costs, if there is something to tell."""
 
     def load(
-        self, model: Model, selections: Sequence[Selection], num_blocks: Sequence[int]
-    ) -> Runtime:
-        """Read the weights, allocate the pools; ``num_blocks`` is per KV group."""
+        self, model: Model, selections: Sequence[Selection], num_blocks: tuple[int, ...]
+    ) -> tuple[Runtime, tuple[int, ...]]:
+        """Read the weights, allocate the pools: the runtime, and the blocks of each KV group that
+        it has. ``num_blocks`` is what was planned; one that measures may have other numbers."""
 
 
 @dataclass(frozen=True)
@@ -140,11 +141,11 @@ class EagerCandidate:
         return widening_note(model.spec, model.checkpoint, self.dtypes(model)[0])
 
     def load(
-        self, model: Model, selections: Sequence[Selection], num_blocks: Sequence[int]
-    ) -> Runtime:
+        self, model: Model, selections: Sequence[Selection], num_blocks: tuple[int, ...]
+    ) -> tuple[Runtime, tuple[int, ...]]:
         from octavo.runtime.eager import load_eager
 
-        return load_eager(
+        runtime = load_eager(
             model.spec,
             model.checkpoint,
             model.groups,
@@ -154,6 +155,7 @@ class EagerCandidate:
             dtype=self.dtypes(model)[0],
             num_threads=model.num_threads,
         )
+        return runtime, num_blocks
 
 
 class CudaCandidate(EagerCandidate):
@@ -163,8 +165,8 @@ class CudaCandidate(EagerCandidate):
     device = "cuda"
 
     def load(
-        self, model: Model, selections: Sequence[Selection], num_blocks: Sequence[int]
-    ) -> Runtime:
+        self, model: Model, selections: Sequence[Selection], num_blocks: tuple[int, ...]
+    ) -> tuple[Runtime, tuple[int, ...]]:
         from octavo.runtime.cuda_load import load_cuda
 
         return load_cuda(model, self.dtypes(model)[0], selections, num_blocks)
@@ -216,11 +218,11 @@ class CpuCandidate:
         return None
 
     def load(
-        self, model: Model, selections: Sequence[Selection], num_blocks: Sequence[int]
-    ) -> Runtime:
+        self, model: Model, selections: Sequence[Selection], num_blocks: tuple[int, ...]
+    ) -> tuple[Runtime, tuple[int, ...]]:
         from octavo.runtime.cpu import load_cpu
 
-        return load_cpu(model, selections, num_blocks)
+        return load_cpu(model, selections, num_blocks), num_blocks
 
 
 # First choice first.

@@ -134,7 +134,6 @@ class CudaRuntime:
         self.device = weights.embed.device
         self.dtype = weights.embed.dtype
         self.layers = layers
-        self.num_blocks: tuple[int, ...] = ()  # of each KV group; its loader says
         self._weights = weights
         self._attention = attention
         self._program = self._bind()

@@ -23,7 +23,7 @@ from octavo.engine.batch import StepBatch
 from octavo.engine.sampling import SamplingRow, make_sampling_batch
 from octavo.runtime.candidates import Model
 from octavo.runtime.cuda import Attention, CudaRuntime, Limits
-from octavo.runtime.eager import make_layers
+from octavo.runtime.eager import free_device_memory, make_layers
 from octavo.runtime.memory import plan_kv
 from octavo.runtime.torch_weights import DecoderTensors, load_weights, random_weights
 from octavo.sampling_params import SamplingParams
@@ -33,17 +33,17 @@ _GRAPH_BYTES = 512 << 20  # what the graphs of all sizes take, about
 
 
 def load_cuda(
-    model: Model, dtype: str, selections: Sequence[Selection], num_blocks: Sequence[int]
-) -> CudaRuntime:
+    model: Model, dtype: str, selections: Sequence[Selection], num_blocks: tuple[int, ...]
+) -> tuple[CudaRuntime, tuple[int, ...]]:
     """Load the weights in ``dtype`` (in float32 products are exact: no TF32), and the rest.
     ``num_blocks`` is what was planned; unless the user said so, it is planned anew from what is
-    measured."""
+    measured. Returns the runtime and the blocks of each KV group that it has."""
     kind = getattr(torch, dtype)
     if kind is torch.float32:
         torch.set_float32_matmul_precision("highest")
     cache = user_cache_path("octavo") / "triton" / f"{__version__}-{triton.__version__}"
     os.environ.setdefault("TRITON_CACHE_DIR", str(cache))
-    free = free_bytes(model.device)
+    free = free_device_memory(model.device)
     spec, config = model.spec, model.config
     if model.checkpoint is None:
         weights = random_weights(spec, device=model.device, dtype=kind, seed=0)
@@ -67,7 +67,7 @@ def load_cuda(
         del runtime
         torch.cuda.empty_cache()
         # Code of kernels, workspaces of libraries: what torch doesn't know of.
-        others = free - free_bytes(model.device) - torch.cuda.memory_reserved(model.device)
+        others = free - free_device_memory(model.device) - torch.cuda.memory_reserved(model.device)
         num_blocks = plan_kv(
             spec,
             model.groups,
@@ -86,13 +86,7 @@ def load_cuda(
         )
     runtime = _make_runtime(model, weights, attention, selections, num_blocks)
     warm_up(runtime, model, num_blocks[0])
-    return runtime
-
-
-def free_bytes(device: str) -> int:
-    """What the GPU has free now."""
-    free: int = torch.cuda.mem_get_info(device)[0]
-    return free
+    return runtime, num_blocks
 
 
 def open_attention(selection: Selection) -> Attention:
@@ -160,7 +154,7 @@ def _make_runtime(
 ) -> CudaRuntime:
     spec, config = model.spec, model.config
     max_model_len = config.max_model_len or spec.max_position
-    runtime = CudaRuntime(
+    return CudaRuntime(
         spec,
         weights,
         make_layers(spec, weights, model.groups, selections, num_blocks),
@@ -173,8 +167,6 @@ def _make_runtime(
         max_model_len=max_model_len,
         graphs=True,
     )
-    runtime.num_blocks = tuple(num_blocks)
-    return runtime
 
 
 def _made_up(
