@@ -2,16 +2,28 @@
 
 The null engine gives every running request one token a step and makes a step each ``--step-ms``
 milliseconds (0: back to back). ``--streams`` clients read raw sockets in a process of their own.
+The calls themselves are counted with the tokens, and what a call of one token costs is told beside.
+
+Machines differ, and the same one from hour to hour: the turn of a loop of Python and the floor, a
+bare ``send`` of 250 bytes to each of as many connections, are measured before and after.
 
     python bench/server_stream.py --streams 256 --tokens 200 --step-ms 10
+    python bench/server_stream.py --own
+
+``--own`` measures our own part of a chunk alone, in one process: from the engine's message to the
+application's ``send``, without uvicorn, sockets and other processes, in turns of the loop that is
+timed after each step. That figure holds on a machine that is busy as well.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import os
+import selectors
+import socket
 import sys
 import time
 from pathlib import Path
@@ -76,7 +88,7 @@ def null_engine_process() -> None:
 
     engine = NullEngine(float(os.environ["NULL_STEP_MS"]) / 1000)
     report = SimpleNamespace(
-        runtime="null", attention_backend="null", precision="null", load_seconds=0.0, notes=()
+        runtime="null", attention_backend="null", precision="null", phases={}, notes=()
     )
     engine_process.build_engine = lambda config: SimpleNamespace(  # type: ignore[assignment]
         engine=engine, report=report
@@ -107,21 +119,133 @@ async def one_stream(port: int, body: bytes) -> int:
             return chunks
 
 
+def call_of(tokens: int) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "hi"}]
+    return {"messages": messages, "stream": True, "max_tokens": tokens, "ignore_eos": True}
+
+
 async def clients(port: int, streams: int, tokens: int) -> int:
-    body = json.dumps(
-        {
-            "messages": [{"role": "user", "content": "hi"}],
-            "stream": True,
-            "max_tokens": tokens,
-            "ignore_eos": True,
-        }
-    ).encode()
+    body = json.dumps(call_of(tokens)).encode()
     return sum(await asyncio.gather(*(one_stream(port, body) for _ in range(streams))))
 
 
-def cpu_seconds(pid: int) -> float:
+def cpu_seconds(pid: int) -> tuple[float, float]:
+    """Of a process so far, outside the kernel and in it."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    tick = os.sysconf("SC_CLK_TCK")
+    return int(fields[11]) / tick, int(fields[12]) / tick
+
+
+async def cost(port: int, pid: int, streams: int, tokens: int) -> tuple[float, float, int]:
+    """CPU microseconds of the API process outside the kernel and in it, and chunks."""
+    before = cpu_seconds(pid)
+    chunks = await clients(port, streams, tokens)
+    user, kernel = (1e6 * (now - then) for now, then in zip(cpu_seconds(pid), before, strict=True))
+    return user, kernel, chunks
+
+
+def turn(count: int) -> float:
+    """CPU microseconds of one turn of a loop of Python."""
+    began, total = time.process_time(), 0
+    for i in range(count):
+        total += i & 7
+    return 1e6 * (time.process_time() - began) / count
+
+
+def bare_send(streams: int, rounds: int = 50) -> float:
+    """CPU microseconds of the least that a chunk can cost."""
+    with socket.create_server(("127.0.0.1", 0), backlog=streams) as listener:
+        if not (reader := os.fork()):
+            selector = selectors.DefaultSelector()
+            for _ in range(streams):
+                connection = socket.create_connection(listener.getsockname())
+                selector.register(connection, selectors.EVENT_READ)
+            while True:
+                for key, _ in selector.select():
+                    if not key.fileobj.recv(1 << 16):  # type: ignore[union-attr]
+                        os._exit(0)
+        connections = [listener.accept()[0] for _ in range(streams)]
+        sent = 0.0
+        for _ in range(rounds):
+            began = time.process_time()
+            for connection in connections:
+                connection.send(b"x" * 250)
+            sent += time.process_time() - began
+            time.sleep(0.01)
+        for connection in connections:
+            connection.close()
+        os.waitpid(reader, 0)
+    return 1e6 * sent / rounds / streams
+
+
+async def own_part(model: str, streams: int, steps: int) -> None:
+    """Play the engine to an application in this process; its clients take what they are sent."""
+    import msgspec
+
+    from octavo.config import EngineConfig
+    from octavo.engine.build import load_text_side
+    from octavo.engine.loop import EngineStats, RequestUpdate
+    from octavo.outputs import RequestMetrics
+    from octavo.server import messages
+    from octavo.server.app import Api, make_app
+    from octavo.server.config import ServerConfig
+    from octavo.server.engine_client import EngineClient
+    from octavo.server.metrics import Metrics
+    from octavo.server.parsers import choose_parsers
+    from octavo.server.prepare import Serving
+
+    text = load_text_side(EngineConfig(model=model or None))
+    client = EngineClient(text.frontend, Metrics("model"))
+    client.ready = messages.Ready(8192, 16, 1, "null", "null", "null", {}, [])
+    parsers = choose_parsers(text.tokenizer, "auto", "auto")
+    serving = Serving(
+        client, text.tokenizer, "model", text.vocab_size, text.defaults, parsers=parsers
+    )
+    app = make_app(Api(ServerConfig(), serving, ["model"], 0))
+    body = msgspec.json.encode(call_of(steps + 1))
+    head = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b""}
+    head["headers"] = [(b"content-type", b"application/json")]
+
+    async def one() -> None:
+        parts = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+        async def receive() -> Any:
+            for part in parts:
+                return part
+            return await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            pass
+
+        await app(dict(head), receive, send)
+
+    calls = [asyncio.create_task(one()) for _ in range(streams)]
+    while client.num_answers < streams:
+        await asyncio.sleep(0)
+    names = sorted(client._answers)
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)  # the API process's
+    costs = []
+    for step in range(steps):
+        ids = [b"hello "[step % 6]]
+        updates = [
+            RequestUpdate(name, ids, None, None, None, None, 0, RequestMetrics(1.0, 1.0))
+            for name in names
+        ]
+        stats = EngineStats(streams, 0, 0.0, step, 0, 0, 0, step * streams, 0, {})
+        raw = messages.encode(messages.Step(updates, stats))
+        began = time.process_time()
+        client._take(messages.decode_from_engine(raw))
+        for _ in range(2):  # the streams' turn
+            await asyncio.sleep(0)
+        cost = 1e6 * (time.process_time() - began) / streams
+        costs.append((cost / turn(50_000), cost))
+    turns, micros = (sorted(values)[steps // 2] for values in zip(*costs, strict=True))
+    print(f"our own part of a chunk: {turns:.0f} turns of the loop, {micros:.1f} us (medians)")
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
 
 
 async def main() -> None:
@@ -131,7 +255,10 @@ async def main() -> None:
     parser.add_argument("--step-ms", type=float, default=10.0)
     parser.add_argument("--model", default="")
     parser.add_argument("--port", type=int, default=18123)
+    parser.add_argument("--own", action="store_true")
     options = parser.parse_args()
+    if options.own:
+        return await own_part(options.model, options.streams, options.tokens)
     here = Path(__file__).resolve().parent
     env = {
         **os.environ,
@@ -150,13 +277,22 @@ async def main() -> None:
                 await asyncio.sleep(0.1)
         await asyncio.sleep(1.0)
         await clients(options.port, 8, 50)  # warm
-        before, began = cpu_seconds(server.pid), time.monotonic()
-        chunks = await clients(options.port, options.streams, options.tokens)
-        used, wall = cpu_seconds(server.pid) - before, time.monotonic() - began
+        turns, sends = [turn(1_000_000)], [bare_send(options.streams)]
+        call = sum((await cost(options.port, server.pid, options.streams, 1))[:2])
+        began = time.monotonic()
+        user, kernel, chunks = await cost(options.port, server.pid, options.streams, options.tokens)
+        wall = time.monotonic() - began
+        turns.append(turn(1_000_000))
+        sends.append(bare_send(options.streams))
         tokens = options.streams * options.tokens
+        used = user + kernel
         print(
             f"{options.streams} streams, {tokens} tokens in {chunks} chunks, {wall:.2f} s: "
-            f"{1e6 * used / tokens:.1f} us of CPU a token, {1e6 * used / chunks:.1f} us a chunk"
+            f"{used / tokens:.1f} us of CPU a token ({kernel / tokens:.1f} in the kernel), "
+            f"{used / chunks:.1f} us a chunk, {2 * used / tokens / sum(turns):.0f} turns a token\n"
+            f"a call {call / options.streams:.0f} us, without it {(used - call) / tokens:.1f} us a "
+            f"token; a turn {1e3 * turns[0]:.0f} and {1e3 * turns[1]:.0f} ns, a bare send "
+            f"{sends[0]:.1f} and {sends[1]:.1f} us, before and after"
         )
     finally:
         server.terminate()

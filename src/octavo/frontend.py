@@ -315,7 +315,9 @@ class Frontend:
             raise InvalidRequestError(f"prompt_token_ids is {_brief(ids)}, not a list", "prompt")
         token_ids = []
         for token in ids:
-            if isinstance(token, bool) or not isinstance(token, Integral):
+            if type(token) is not int and (
+                isinstance(token, bool) or not isinstance(token, Integral)
+            ):
                 raise InvalidRequestError(f"token id {_brief(token)} is not an integer", "prompt")
             token_ids.append(int(token))
             if not 0 <= token_ids[-1] < self._vocab_size:

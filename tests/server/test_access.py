@@ -52,6 +52,31 @@ def test_each_key_opens(locked: Server, key: str, form: str) -> None:
     assert locked.call("GET", "/nowhere", headers=headers).status == 404
 
 
+@pytest.mark.parametrize("keeps", ["keep-alive", "close"])
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        ("/v1/completions", {}, 401),
+        ("/v1/completions", {"Authorization": f"Bearer {KEY}"}, 413),
+        ("/v1/completions", {"Authorization": f"Bearer {KEY}", "Content-Type": "text/plain"}, 400),
+        ("/nowhere", {"Authorization": f"Bearer {KEY}"}, 404),
+        ("/health", {}, 405),
+    ],
+)
+def test_a_refusal_arrives_though_the_body_is_large(
+    locked: Server, path: str, headers: dict[str, str], status: int, keeps: str
+) -> None:
+    """Python's own client reads nothing before it has sent all."""
+    connection, body = locked.connect(), b'"' + b"x" * 20_000_000
+    headers = {**headers, "Connection": keeps}
+    reply = locked.call("POST", path, body, headers=headers, connection=connection)
+    assert reply.status == status
+    assert reply.error["message"]
+    if keeps == "keep-alive":
+        assert locked.call("GET", "/health", connection=connection).status == 200
+    connection.close()
+
+
 def test_health_is_open(locked: Server) -> None:
     for method in ("GET", "HEAD"):
         reply = locked.call(method, "/health")

@@ -183,14 +183,24 @@ def test_the_engine_dies(tiny_model: Path) -> None:
 
 
 def test_the_engine_is_started_again(book: Path) -> None:
-    server, _ = started(book, "--restart-engine", "1")
+    server, _ = started(book, "--restart-engine", "1", "--seed", "5")
+    drawn = [draw(server) for _ in range(8)]
+    assert len(set(drawn)) == 8
     os.kill(server.engine_pid, signal.SIGKILL)
     wait_for(lambda: "starting it again" in server.log)
     wait_for(lambda: server.call("GET", "/health").status == 200)
+    assert [draw(server) for _ in range(8)] == drawn  # whichever process takes which call
     with ThreadPoolExecutor(16) as pool:
         for answer in streams(server, SHORT, pool):
             assert answer.result()[-1]["choices"][0]["finish_reason"] == "stop"
     assert server.stop() == 0
+
+
+def draw(server: Server) -> str:
+    """A random text; the call has no seed."""
+    body = {"prompt": "w", "max_tokens": 24, "ignore_eos": True}
+    text: str = server.post(COMPLETIONS, body)["choices"][0]["text"]
+    return text
 
 
 def test_no_orphan(book: Path) -> None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers.server import Server, serving, wait_for
+from prometheus_client import Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
-from octavo import LLM, SamplingParams
-from octavo.server.metrics import Metrics
+from octavo.server.metrics import _observe
 
 HISTOGRAMS = (
     *("time_to_first_token_seconds", "inter_token_latency_seconds", "request_prompt_tokens"),
@@ -28,7 +27,8 @@ GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 def metered(book: Path) -> Iterator[Server]:
     flags = ("--metrics-alias-vllm", "--goodput", "ttft:60000", "e2el:60000")
     log = ("--enable-log-requests", "--enable-request-id-headers")
-    with serving(book, *flags, *log) as server:
+    splits = ("--split-kv", "fixed", "--split-kv-tokens", "16")
+    with serving(book, *flags, *log, *splits) as server:
         yield server
 
 
@@ -108,28 +108,44 @@ def test_the_clients_name_for_its_call(metered: Server, server: Server) -> None:
     assert "x-request-id" not in {header.lower() for header in quiet.headers}
 
 
-def test_splits_per_sequence(tiny_model: Path) -> None:
-    options: dict[str, Any] = {"split_kv": "fixed", "split_kv_tokens": 16, "max_model_len": 256}
-    llm = LLM(str(tiny_model), attention_backend="cpu", enforce_eager=True, **options)
-    prompts = [{"prompt_token_ids": [5] * length} for length in (10, 40)]
-    llm.generate(
-        prompts, SamplingParams(max_tokens=30, ignore_eos=True, temperature=0), use_tqdm=False
-    )
+@pytest.mark.parametrize("value", [0.0, 0.0005, 0.0123, 7.5, 1e9])
+def test_many_observations_at_once(value: float) -> None:
+    def said(observe: Callable[[Histogram], None]) -> list[tuple[str, float]]:
+        histogram = Histogram("x", "", buckets=(0.0005, 0.01, 7.5), registry=None)
+        observe(histogram)
+        [family] = histogram.collect()
+        samples = [sample for sample in family.samples if sample.name != "x_created"]
+        return [(str(sample.labels), sample.value) for sample in samples]
+
+    def one_by_one(histogram: Histogram) -> None:
+        for _ in range(4):
+            histogram.observe(value)
+
+    assert said(lambda histogram: _observe(histogram, value, 4)) == said(one_by_one)
+
+
+def test_splits_per_sequence(metered: Server) -> None:
+    def told() -> dict[tuple[str, str | None], float]:
+        text = metered.call("GET", "/metrics").body.decode()
+        families = text_string_to_metric_families(text)
+        [family] = [one for one in families if one.name == "octavo:attention_num_splits"]
+        return {
+            (sample.name.rpartition("_")[2], sample.labels.get("le")): sample.value
+            for sample in family.samples
+        }
+
+    before = told()
+    for length in (10, 40):
+        body = {"prompt": [5] * length, "max_tokens": 30, "ignore_eos": True, "temperature": 0}
+        metered.post("/v1/completions", body)
+    new = {name: value - before[name] for name, value in told().items()}
     # The first token comes of the prefill; each further one is a decode row of this length.
     lengths = [length + made for length in (10, 40) for made in range(1, 30)]
     splits = [-(-length // 16) for length in lengths]
-    metrics = Metrics("model")
-    metrics.step_came([], llm.stats())
-    families = text_string_to_metric_families(metrics.text().decode())
-    [family] = [one for one in families if one.name == "octavo:attention_num_splits"]
-    told = {
-        (sample.name.rpartition("_")[2], sample.labels.get("le")): sample.value
-        for sample in family.samples
-    }
-    assert told["count", None] == len(splits)
-    assert told["sum", None] == sum(splits)
+    assert new["count", None] == len(splits)
+    assert new["sum", None] == sum(splits)
     for edge in (1, 2, 4, 8, 256):
-        assert told["bucket", f"{edge}.0"] == len([one for one in splits if one <= edge])
+        assert new["bucket", f"{edge}.0"] == len([one for one in splits if one <= edge])
 
 
 def test_the_dashboard_asks_for_what_there_is(metered: Server) -> None:

@@ -172,7 +172,7 @@ def test_reasoning(tools_server: Server) -> None:
 @pytest.mark.parametrize("letter", "CEF")
 def test_a_call_is_asked_for(tools_server: Server, letter: str, choice: Any, reason: str) -> None:
     """Whatever the model would say: a tool box, a list of calls, or arguments."""
-    answer = both_ways(tools_server, ask(letter, tool_choice=choice, max_tokens=300))
+    answer = both_ways(tools_server, ask(letter, tool_choice=choice, max_tokens=200))
     assert answer["content"] is None
     [(name, arguments), *_] = answer["calls"]
     if isinstance(choice, dict):

@@ -31,6 +31,11 @@ class AnswerOptions:
     include_usage: bool = False
     continuous_usage: bool = False
 
+    @property
+    def only_text(self) -> bool:
+        """Whether a piece of text comes without anything beside it."""
+        return not (self.return_token_ids or self.continuous_usage)
+
 
 class Answer(Protocol):
     """Makes what a call is told of its outputs, one for each of its prompts."""
@@ -51,6 +56,14 @@ class Answer(Protocol):
         ...
 
 
+def all_finished(outputs: Sequence[RequestOutput]) -> bool:
+    """Whether no answer grows any more."""
+    for output in outputs:  # noqa: SIM110 - asked for every token; all() costs four times as much
+        if not output.finished:
+            return False
+    return True
+
+
 def usage(outputs: Sequence[RequestOutput], reasoning_tokens: int | None = None) -> Json:
     """Tokens so far. A prompt counts once, whatever its number of answers."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
@@ -67,7 +80,7 @@ def usage(outputs: Sequence[RequestOutput], reasoning_tokens: int | None = None)
     return count
 
 
-@dataclass
+@dataclass(slots=True)
 class ChoiceReader:
     """Takes an answer's text apart as it grows. ``one_call``: calls after the first are left
     out."""
@@ -77,10 +90,15 @@ class ChoiceReader:
     num_calls: int = 0
     _read: int = 0  # characters
 
+    def text(self, answer: CompletionOutput) -> str:
+        """What came since the last call of this or :meth:`pieces`, as it is."""
+        text = answer.text[self._read :]
+        self._read += len(text)
+        return text
+
     def pieces(self, answer: CompletionOutput) -> Iterator[Piece]:
         """The pieces of what came since the last call."""
-        text = answer.text[self._read :]
-        self._read = len(answer.text)
+        text = self.text(answer)
         if self.parser is None:
             pieces: Iterable[Piece] = [Content(text)] if text else []
         elif answer.finish_reason is None:
@@ -115,22 +133,22 @@ class ChunkedAnswer(ABC):
         self._created = int(time.time())
 
     @abstractmethod
-    def chunks(self, outputs: Sequence[RequestOutput]) -> Iterator[Json]:
-        """What is new since the last call."""
+    def chunks(self, outputs: Sequence[RequestOutput]) -> Iterator[bytes]:
+        """What is new since the last call, as events."""
 
     def events(self, outputs: Sequence[RequestOutput]) -> bytes:
         """What is new since the last call, and the stream's end where all outputs are finished."""
-        events = b"".join(map(_event, self.chunks(outputs)))
-        if all(output.finished for output in outputs):
+        events = b"".join(self.chunks(outputs))
+        if all_finished(outputs):
             if self.options.include_usage:
                 last = self._envelope(self.chunk_kind, []) | {"usage": self._usage(outputs)}
-                events += _event(last)
+                events += event(last)
             events += _DONE
         return events
 
     def error_events(self, error: Exception) -> bytes:
         """The stream's end, where an error ends it."""
-        return _event(error_body(error)[1]) + _DONE
+        return event(error_body(error)[1]) + _DONE
 
     def _envelope(self, kind: str, choices: list[Json]) -> Json:
         return {
@@ -144,12 +162,34 @@ class ChunkedAnswer(ABC):
     def _usage(self, outputs: Sequence[RequestOutput]) -> Json:
         return usage(outputs)
 
-    def _chunk(self, choice: Json, outputs: Sequence[RequestOutput]) -> Json:
+    def _chunk(
+        self,
+        choice: Json,
+        outputs: Sequence[RequestOutput],
+        prompt_token_ids: list[int] | None = None,
+    ) -> bytes:
         chunk = self._envelope(self.chunk_kind, [choice])
         if self.options.continuous_usage:
             chunk["usage"] = self._usage(outputs)
-        return chunk
+        if prompt_token_ids is not None:
+            chunk["prompt_token_ids"] = prompt_token_ids
+        return event(chunk)
 
 
-def _event(value: object) -> bytes:
+def event(value: object) -> bytes:
+    """A server-sent event."""
     return b"data: " + encode_json(value) + b"\n\n"
+
+
+class TextEvent:
+    """The events of one choice that bring nothing but text: all other bytes are the same in each,
+    so they are made once, from ``sample``, the event whose text is :attr:`MARK`."""
+
+    MARK = "\0text\0"
+    __slots__ = ("_after", "_before")
+
+    def __init__(self, sample: bytes) -> None:
+        self._before, self._after = sample.split(encode_json(self.MARK))
+
+    def __call__(self, text: str) -> bytes:
+        return self._before + encode_json(text) + self._after

@@ -7,7 +7,6 @@ import contextlib
 import gc
 import logging
 import socket
-import ssl
 import time
 from collections.abc import Iterator
 
@@ -15,7 +14,7 @@ import uvicorn
 
 from octavo.config import EngineConfig
 from octavo.engine.build import load_text_side
-from octavo.errors import ConfigError, OverloadedError
+from octavo.errors import OverloadedError
 from octavo.server.app import Api, make_app
 from octavo.server.config import ServerConfig
 from octavo.server.engine_client import EngineClient
@@ -110,7 +109,7 @@ class _Server(uvicorn.Server):
 
 
 def _uvicorn_config(config: ServerConfig, api: Api) -> uvicorn.Config:
-    options = uvicorn.Config(
+    return uvicorn.Config(
         make_app(api),
         http="httptools",
         ws="none",
@@ -123,11 +122,3 @@ def _uvicorn_config(config: ServerConfig, api: Api) -> uvicorn.Config:
         ssl_keyfile=config.ssl_keyfile,
         ssl_certfile=config.ssl_certfile,
     )
-    try:
-        options.load()
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(
-            f"ssl_keyfile and ssl_certfile can't be used ({error}); give a private key and its "
-            "certificate as PEM files"
-        ) from error
-    return options

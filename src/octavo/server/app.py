@@ -18,10 +18,16 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo import __version__
-from octavo.errors import InvalidRequestError, ModelNotFoundError, OctavoError, RequestTooLargeError
+from octavo.errors import (
+    InvalidRequestError,
+    ModelNotFoundError,
+    OctavoError,
+    OverloadedError,
+    RequestTooLargeError,
+)
 from octavo.server.config import ServerConfig
 from octavo.server.engine_client import EngineClient
 from octavo.server.errors import error_body, from_validation, http_error_body
@@ -41,6 +47,7 @@ from octavo.server.protocol import (
     Shaped,
     TokenizeRequest,
 )
+from octavo.server.respond import BODY_SEND
 from octavo.server.responses import ResponsesRequest
 from octavo.text import Tokenizer
 
@@ -153,8 +160,11 @@ class Api:
         return _json(self._model(name))
 
     async def health(self, request: Request) -> Response:
-        """200 and nothing while calls are answered, else 503."""
-        self.engine.check_open(0)
+        """200 and nothing while calls are answered, else 503, which is no call that failed."""
+        try:
+            self.engine.check_open(0)
+        except OverloadedError as error:
+            return _refusal(error)
         return Response()
 
     async def version(self, request: Request) -> Response:
@@ -247,14 +257,13 @@ def make_app(api: Api) -> ASGIApp:
 
     async def octavo_error(request: Request, error: Exception) -> Response:
         metrics.failed(error)
-        status, body = error_body(error)
+        response = _refusal(error)
         if api.config.enable_log_requests:
             name = request_id(request.scope)
             called = "" if name is None else f" ({name})"
-            logger.info("%s%s refused with %d: %s", request.url.path, called, status, error)
-        if status == 413:
-            return _TooLarge(msgspec.json.encode(body), status, {"Connection": "close"}, _JSON)
-        return _json(body, status, {"Retry-After": "1"} if status == 503 else None)
+            path, status = request.url.path, response.status_code
+            logger.info("%s%s refused with %d: %s", path, called, status, error)
+        return response
 
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -299,23 +308,37 @@ def make_app(api: Api) -> ASGIApp:
     )
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
     app.router.redirect_slashes = False
-    return app
+    return _lingering(app)
 
 
-class _TooLarge(Response):
-    """Told at once, while the client may still be sending: many read nothing before they have sent
-    all, so the rest is taken, for a while, and thrown away."""
+def _lingering(app: ASGIApp) -> ASGIApp:
+    """A client may still be sending when it is refused, and many read nothing before they have sent
+    all: so the rest of a body is taken, for a while, and thrown away, before the response ends and
+    with it, perhaps, the connection."""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send(
-            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-        )
-        await send({"type": "http.response.body", "body": self.body, "more_body": True})
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LINGER_SECONDS):
-                while (await receive()).get("more_body"):
-                    pass
-        await send({"type": "http.response.body"})
+    async def linger(scope: Scope, receive: Receive, send: Send) -> None:
+        more = True  # of the body is to come
+
+        async def take() -> Message:
+            nonlocal more
+            message = await receive()
+            more = message.get("more_body", False)
+            return message
+
+        async def tell(message: Message) -> None:
+            if more and message["type"] == "http.response.body" and not message.get("more_body"):
+                await send({**message, "more_body": True})
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_LINGER_SECONDS):
+                        while more:
+                            await take()
+                message = {"type": "http.response.body"}
+            await send(message)
+
+        scope[BODY_SEND] = send
+        await app(scope, take, tell)
+
+    return linger
 
 
 async def _run(
@@ -325,6 +348,12 @@ async def _run(
     if slow:
         return await asyncio.to_thread(work, *args, **kwargs)
     return work(*args, **kwargs)
+
+
+def _refusal(error: Exception) -> Response:
+    status, body = error_body(error)
+    headers = {413: {"Connection": "close"}, 503: {"Retry-After": "1"}}
+    return _json(body, status, headers.get(status))
 
 
 def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

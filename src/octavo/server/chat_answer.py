@@ -8,14 +8,21 @@ from dataclasses import dataclass
 
 from octavo.outputs import CompletionOutput, RequestOutput
 from octavo.sampling_params import SamplingParams
-from octavo.server.answers import AnswerOptions, ChoiceReader, ChunkedAnswer, Json, usage
+from octavo.server.answers import (
+    AnswerOptions,
+    ChoiceReader,
+    ChunkedAnswer,
+    Json,
+    TextEvent,
+    usage,
+)
 from octavo.server.logprobs import chat_logprobs
 from octavo.server.parsers import Arguments, CallStart, Content, Piece, Reasoning
 from octavo.server.parsers.think import CLOSE
 from octavo.text import Tokenizer
 
 
-@dataclass
+@dataclass(slots=True)
 class _Choice:
     """A choice on its way out: how much of it was sent."""
 
@@ -23,6 +30,7 @@ class _Choice:
     begun: bool = False
     ended: bool = False
     tokens: int = 0
+    text_event: TextEvent | None = None  # once it has begun, where text comes alone
 
 
 class ChatAnswer(ChunkedAnswer):
@@ -44,6 +52,7 @@ class ChatAnswer(ChunkedAnswer):
         self._tokenizer = tokenizer
         self._top = params.logprobs
         self._named = named
+        self._only_text = params.logprobs is None and options.only_text
         self._choices = [_Choice(reader) for reader in readers]
         self._close_id = tokenizer.backend.token_to_id(CLOSE)
 
@@ -66,19 +75,28 @@ class ChatAnswer(ChunkedAnswer):
             response["prompt_token_ids"] = output.prompt_token_ids
         return response
 
-    def chunks(self, outputs: Sequence[RequestOutput]) -> Iterator[Json]:
+    def chunks(self, outputs: Sequence[RequestOutput]) -> Iterator[bytes]:
         [output] = outputs
         for answer, state in zip(output.outputs, self._choices, strict=True):
+            text_event = state.text_event
+            if text_event and state.reader.parser is None and answer.finish_reason is None:
+                if text := state.reader.text(answer):
+                    yield text_event(text)
+                continue
             if state.ended or not (answer.token_ids or answer.finish_reason):
                 continue
             if not state.begun:
                 state.begun = True
+                if self._only_text:
+                    sample = _delta(answer, {"content": TextEvent.MARK})
+                    text_event = state.text_event = TextEvent(self._chunk(sample, outputs))
                 choice = _delta(answer, {"role": "assistant", "content": ""})
-                first = self._chunk(choice, outputs)
-                if self.options.return_token_ids:
-                    first["prompt_token_ids"] = output.prompt_token_ids
-                yield first
+                prompt = output.prompt_token_ids if self.options.return_token_ids else None
+                yield self._chunk(choice, outputs, prompt)
             for piece in state.reader.pieces(answer):
+                if text_event and isinstance(piece, Content):
+                    yield text_event(piece.text)
+                    continue
                 choice = _delta(answer, _piece_delta(piece))
                 self._add_tokens(choice, answer, state)
                 yield self._chunk(choice, outputs)

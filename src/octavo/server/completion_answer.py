@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from octavo.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from octavo.sampling_params import SamplingParams
-from octavo.server.answers import AnswerOptions, ChunkedAnswer, Json
+from octavo.server.answers import AnswerOptions, ChunkedAnswer, Json, TextEvent
 from octavo.server.logprobs import CompletionLogprobs
 from octavo.text import Tokenizer
 
@@ -19,6 +19,7 @@ class _Choice:
     ended: bool = False
     text: int = 0
     tokens: int = 0
+    text_event: TextEvent | None = None
 
 
 class CompletionAnswer(ChunkedAnswer):
@@ -38,6 +39,7 @@ class CompletionAnswer(ChunkedAnswer):
         self._tokenizer = tokenizer
         self._params = params
         self._echo = echo
+        self._only_text = params.logprobs is None and options.only_text
         self._choices: dict[int, _Choice] = {}  # by index in the response
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Json:
@@ -47,18 +49,27 @@ class CompletionAnswer(ChunkedAnswer):
                 choices.append(self._choice(p, output, answer))
         return self._envelope(self.kind, choices) | {"usage": self._usage(outputs)}
 
-    def chunks(self, outputs: Sequence[RequestOutput]) -> Iterator[Json]:
+    def chunks(self, outputs: Sequence[RequestOutput]) -> Iterator[bytes]:
         for p, output in enumerate(outputs):
             if self._params.prompt_logprobs is not None and output.prompt_logprobs is None:
                 continue  # they come first, whichever answer is the fastest
             for answer in output.outputs:
                 state = self._state(p, answer)
+                if state.text_event is not None and answer.finish_reason is None:
+                    if text := answer.text[state.text :]:
+                        state.text = len(answer.text)
+                        yield state.text_event(text)
+                    continue
                 grown = len(answer.text) > state.text or (
                     answer.logprobs is not None and len(answer.token_ids) > state.tokens
                 )
                 grown = grown or (self._echo and not state.begun and bool(answer.token_ids))
                 if not state.ended and (grown or answer.finish_reason is not None):
-                    yield self._chunk(self._choice(p, output, answer), outputs)
+                    choice = self._choice(p, output, answer)
+                    yield self._chunk(choice, outputs)
+                    if self._only_text and not state.ended:
+                        sample = self._chunk(choice | {"text": TextEvent.MARK}, outputs)
+                        state.text_event = TextEvent(sample)
 
     def _state(self, prompt: int, answer: CompletionOutput) -> _Choice:
         index = prompt * self._params.n + answer.index

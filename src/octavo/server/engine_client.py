@@ -13,6 +13,7 @@ from octavo.errors import ConfigError, InvalidRequestError, OctavoError, Overloa
 from octavo.frontend import Frontend, Submission
 from octavo.outputs import RequestOutput
 from octavo.server import messages
+from octavo.server.answers import all_finished
 from octavo.server.limits import check_room
 from octavo.server.metrics import Metrics
 
@@ -25,17 +26,18 @@ class Generation:
         self.outputs: list[RequestOutput] = [one.output for one in submissions]
         self._error: OctavoError | None = None
         self._news = False
+        self._loop = asyncio.get_running_loop()  # asked for at each wait it is a system call
         self._waiting: asyncio.Future[None] | None = None
 
     @property
     def finished(self) -> bool:
-        return all(output.finished for output in self.outputs)
+        return all_finished(self.outputs)
 
     async def changed(self) -> None:
         """Wait for something new since the last call; for one task. Raises what ended the answers
         early."""
         if not self._news:
-            self._waiting = asyncio.get_running_loop().create_future()
+            self._waiting = self._loop.create_future()
             await self._waiting
         self._news = False
         if self._error is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import random
 from collections import defaultdict
 from typing import NoReturn
 
@@ -16,6 +17,7 @@ import zmq
 from octavo.engine.build import LoadReport, build_engine
 from octavo.engine.loop import Engine, RequestUpdate
 from octavo.errors import OctavoError
+from octavo.sampling_params import MAX_SEED
 from octavo.server import messages, processes
 from octavo.server.limits import check_room
 
@@ -28,7 +30,7 @@ def main() -> NoReturn:
     start = messages.decode_start_engine(processes.begin())
     processes.listen(lambda _: None)
     faulthandler.enable()  # if it is killed because it hangs, the log says where
-    logging.basicConfig(format="octavo: %(message)s", level=logging.WARNING)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
 
     socket: Socket = zmq.Context.instance().socket(zmq.ROUTER)
     socket.set_hwm(0)
@@ -40,19 +42,26 @@ def main() -> NoReturn:
             _tell(socket, _greeted(socket, 1), messages.Failed(str(error)))
     peers = _greeted(socket, start.num_peers)
     _tell(socket, peers, _ready(loaded.engine, loaded.report))
-    EngineServer(loaded.engine, socket, peers, start.max_answers).run()
+    seeds = random.Random(start.config.seed)
+    EngineServer(loaded.engine, socket, peers, start.max_answers, seeds).run()
 
 
 class EngineServer:
     """Carries out what the peers ask and tells them what came of it."""
 
     def __init__(
-        self, engine: Engine, socket: Socket, peers: list[Peer], max_answers: int | None
+        self,
+        engine: Engine,
+        socket: Socket,
+        peers: list[Peer],
+        max_answers: int | None,
+        seeds: random.Random,
     ) -> None:
         self._engine = engine
         self._socket = socket
         self._peers = peers
         self._max_answers = max_answers
+        self._seeds = seeds  # for requests without one of their own
         self._owners: dict[str, Peer] = {}  # by the id of a request that is not finished
 
     def run(self) -> NoReturn:
@@ -89,7 +98,9 @@ class EngineServer:
         try:
             check_room(len(self._owners), len(requests), self._max_answers)
             for request in requests:
-                self._engine.add(request.request())
+                seed = request.params.seed
+                drawn = self._seeds.randint(0, MAX_SEED) if seed is None else seed
+                self._engine.add(request.request(drawn))
                 self._owners[request.request_id] = peer
         except OctavoError as error:
             refused = messages.Refused(
@@ -141,7 +152,7 @@ def _ready(engine: Engine, report: LoadReport) -> messages.Ready:
         runtime=report.runtime,
         attention_backend=report.attention_backend,
         precision=report.precision,
-        load_seconds=report.load_seconds,
+        load_phases=report.phases,
         notes=list(report.notes),
     )
 

@@ -34,13 +34,13 @@ class Hello(msgspec.Struct, tag=True, array_like=True):
 
 
 class NewRequest(msgspec.Struct, array_like=True):
-    """One answer to make; ``priority`` and the rest as in :class:`Request`."""
+    """One answer to make; ``priority`` and the rest as in :class:`Request`. The seed is that of
+    ``params``; where they have none the engine draws it, one order for all API processes."""
 
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
     eos_token_ids: frozenset[int]
-    seed: int
     choice: int
     priority: int
     cache_salt: str | None
@@ -49,9 +49,9 @@ class NewRequest(msgspec.Struct, array_like=True):
     def of(cls, request: Request) -> NewRequest:
         return cls(**{name: getattr(request, name) for name in cls.__struct_fields__})
 
-    def request(self) -> Request:
+    def request(self, seed: int) -> Request:
         """The engine's own; it arrives now, on the engine's clock."""
-        return Request(**{name: getattr(self, name) for name in self.__struct_fields__})
+        return Request(**{name: getattr(self, name) for name in self.__struct_fields__}, seed=seed)
 
 
 class Add(msgspec.Struct, tag=True, array_like=True):
@@ -86,7 +86,7 @@ class Ready(msgspec.Struct, tag=True, array_like=True):
     runtime: str
     attention_backend: str
     precision: str
-    load_seconds: float
+    load_phases: dict[str, float]  # seconds, in order
     notes: list[str]
 
 

@@ -1,7 +1,8 @@
 """One call's way from the engine to its client: a whole response, or a stream of events.
 
-Plain ASGI, since a token costs little more than its ``send``. The text of an answer only grows, so
-a slow client needs no queue: it gets in one chunk what has come since the last.
+Plain ASGI, since a token costs little more than its ``send``: a stream's start goes through all
+layers of the application, which add headers, its body straight to the server. The text of an answer
+only grows, so a slow client needs no queue: it gets in one chunk what has come since the last.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from octavo.server.gateway import request_id
 
 logger = logging.getLogger(__name__)
 
+BODY_SEND = "octavo.body_send"  # in a scope: the server's own ``send``
 _STREAM_START: Message = {
     "type": "http.response.start",
     "status": 200,
@@ -66,8 +68,12 @@ class Respond:
         gone = asyncio.ensure_future(_until_gone(receive))
         gone.add_done_callback(lambda _: generation.notify())
         try:
-            tell = self._tell_stream if self._stream else self._tell_whole
-            await tell(generation, gone, send)
+            if self._stream:
+                # As a task it is woken through two frames, not through all of the application's.
+                tell = self._tell_stream(generation, gone, send, scope.get(BODY_SEND, send))
+                await asyncio.create_task(tell)
+            else:
+                await self._tell_whole(generation, gone, send)
         finally:
             gone.cancel()
             self._engine.drop(generation)
@@ -91,7 +97,7 @@ class Respond:
         await send({"type": "http.response.body", "body": body})
 
     async def _tell_stream(
-        self, generation: Generation, gone: asyncio.Future[None], send: Send
+        self, generation: Generation, gone: asyncio.Future[None], send: Send, send_body: Send
     ) -> None:
         """Until the first token an error is a response of its own, then an event."""
         began = False
@@ -107,7 +113,7 @@ class Respond:
                     began = True
                     await send(_STREAM_START)
                 if events:
-                    await send(
+                    await send_body(
                         {"type": "http.response.body", "body": events, "more_body": not finished}
                     )
                 if finished:
@@ -118,7 +124,8 @@ class Respond:
             if not isinstance(error, OctavoError):
                 logger.exception("a stream broke")
             self._engine.metrics.failed(error)
-            await send({"type": "http.response.body", "body": self._answer.error_events(error)})
+            events = self._answer.error_events(error)
+            await send_body({"type": "http.response.body", "body": events})
 
 
 def _check(generation: Generation) -> None:

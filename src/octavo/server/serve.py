@@ -144,13 +144,14 @@ async def _announce(api: ApiServer, config: ServerConfig, listener: socket.socke
     for note in ready.notes:
         logger.info("%s", note)
     logger.info(
-        "%s: attention %s, runtime %s, %s, up to %s tokens a request, loaded in %.1f s",
+        "%s: attention %s, runtime %s, %s, up to %s tokens a request, loaded in %.1f s (%s)",
         api.name,
         ready.attention_backend,
         ready.runtime,
         ready.precision,
         f"{ready.max_total_tokens:,}",
-        ready.load_seconds,
+        sum(ready.load_phases.values()),
+        ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in ready.load_phases.items()),
     )
     host, port = listener.getsockname()[:2]
     scheme = "https" if config.ssl_certfile else "http"
@@ -226,3 +227,15 @@ def _check_files(config: ServerConfig) -> None:
         path = getattr(config, name)
         if path is not None and not Path(path).is_file():
             raise ConfigError(f"{name} is {path!r}, there is no such file")
+    if config.ssl_certfile is not None:
+        import ssl
+
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+                config.ssl_certfile, config.ssl_keyfile
+            )
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(
+                f"ssl_keyfile and ssl_certfile can't be used ({error}); give a private key and its "
+                "certificate as PEM files"
+            ) from error

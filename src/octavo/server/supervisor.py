@@ -12,7 +12,7 @@ import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client.multiprocess import mark_process_dead
 
@@ -20,9 +20,11 @@ from octavo.config import EngineConfig
 from octavo.errors import ApiProcessDiedError, EngineDiedError
 from octavo.server.api_process import EngineAt, EngineLost, StartApi, Stop, ToApi
 from octavo.server.config import ServerConfig
-from octavo.server.engine_client import EngineClient
 from octavo.server.messages import StartEngine
 from octavo.server.processes import ChildProcess
+
+if TYPE_CHECKING:
+    from octavo.server.engine_client import EngineClient
 
 logger = logging.getLogger(__name__)
 

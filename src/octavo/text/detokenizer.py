@@ -92,7 +92,7 @@ class Detokenizer:
     ) -> None:
         self._bytes_of = tokenizer.bytes_table(skip_special_tokens).__getitem__
         self._leading_spaces = tokenizer.bytes_table(False).leading_spaces if whole_text else 0
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._pending = b""  # of a character that isn't whole yet
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """The characters that these ids complete: possibly none, never half of one."""
@@ -103,11 +103,15 @@ class Detokenizer:
                 break
             self._leading_spaces -= 1
             data = data[1:]
-        return self._decoder.decode(data)
+        data = self._pending + data
+        text, used = codecs.utf_8_decode(data, "replace", False)
+        self._pending = data[used:]
+        return text
 
     def finish(self) -> str:
         """The ids end here: the pending bytes of a character, if any, as U+FFFD."""
-        return self._decoder.decode(b"", True)
+        data, self._pending = self._pending, b""
+        return data.decode("utf-8", "replace")
 
 
 def _byte_of_character() -> dict[str, int]:
