@@ -75,7 +75,8 @@ class EngineConfig:
     """Launch the next step before the last one's tokens are known; auto: on a GPU only."""
 
     enforce_eager: bool = False
-    """Use the eager runtime, op by op, whatever else is available."""
+    """Use the eager runtime, op by op, whatever else is available; with deterministic, the cuda
+    runtime without CUDA graphs."""
 
     attention_backend: str | None = None
     """The attention candidate to use, instead of the first that supports the model."""
@@ -83,10 +84,13 @@ class EngineConfig:
     disable_attention_backend: tuple[str, ...] = ()
     """Attention candidates not to use."""
 
+    deterministic: bool = False
+    """On a GPU: the same bits for a request alone, in any batch, chunked, cached or preempted."""
+
     split_kv: SplitMode = "auto"
     """How decode attention cuts the history: auto, off, or fixed (the same in any batch)."""
 
-    split_kv_tokens: int = 512
+    split_kv_tokens: int = 256
     """Length of a segment with split_kv fixed."""
 
     generation_config: Literal["auto", "vllm"] = "auto"
@@ -128,6 +132,11 @@ class EngineConfig:
             raise ConfigError(
                 f"gpu_memory_utilization is {self.gpu_memory_utilization}, "
                 "it must be above 0 and at most 1"
+            )
+        if self.deterministic and self.attention_backend not in (None, "triton"):
+            raise ConfigError(
+                "deterministic computes attention with triton, but attention_backend is "
+                f"{self.attention_backend}; leave one of them out"
             )
         if self.exact:
             for name in ("dtype", "kv_cache_dtype"):

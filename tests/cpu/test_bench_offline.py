@@ -37,23 +37,31 @@ def test_latency(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         "Std latency: # seconds",
         *(f"{p}% percentile latency: # seconds" for p in (10, 25, 50, 75, 90, 99)),
     ]
-    assert re.match(r"Decode: [\d,.]+ tok/s, \d+% of what this memory can do \(", lines[8])
+    unmeasured = r"\S+ TFLOP/s \(matrix rate not measured\)$"
+    assert re.match(rf"Prefill: [\d,.]+ tok/s, {unmeasured}", lines[8])
+    shared = r"\d+% of what this memory can do \(\S+ of \S+ GB/s\)"
+    assert re.match(rf"Decode: [\d,.]+ tok/s, {shared}, {unmeasured}", lines[9])
     assert len(found["latencies"]) == 4
     assert found["avg_latency"] == pytest.approx(sum(found["latencies"]) / 4)
     assert sorted(found["percentiles"], key=int) == ["10", "25", "50", "75", "90", "99"]
     assert found["decode_tokens_per_s"] > 0
     assert found["read_gb_s"] > found["decode_gb_s"] > 0
+    assert found["matrix_tflops"] is None
+    assert found["prefill_tflops"] > 0
     assert json.loads(file.read_text()) == found
 
 
 def test_throughput(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     lengths = ["--input-len", "20", "--output-len", "6", "--num-prompts", "5"]
-    lines, found = run(capsys, "throughput", model, *lengths, "--max-num-seqs", "2")
+    eager = ["--max-num-seqs", "2", "--enforce-eager"]
+    lines, found = run(capsys, "throughput", model, *lengths, *eager)
     assert re.match(
         r"Throughput: \S+ requests/s, \S+ total tokens/s, \S+ output tokens/s", lines[0]
     )
     assert lines[1:3] == ["Total num prompt tokens:  100", "Total num output tokens:  30"]
     assert "of what this memory can do" in lines[3]
+    assert re.search(r", \d+\.\d% of the matrix rate \(\S+ of \S+ TFLOP/s\)$", lines[3])
+    assert found["matrix_tflops"] > found["tflops"] > 0
     assert found["num_requests"] == 5
     assert found["total_num_tokens"] == 130
     assert found["num_steps"] >= 3 * 6  # 5 answers of 6 tokens, 2 at a time
@@ -79,8 +87,8 @@ def test_what_does_not_fit_is_refused(model: str, capsys: pytest.CaptureFixture[
 
 def test_startup(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     lines, found = run(capsys, "startup", model, "--num-iters", "1")
-    names = ["interpreter", "import", "open", "tokenizer", "runtime import", "weights", "engine"]
-    names.append("first token")
+    names = ["interpreter", "import", "open", "plan", "runtime import", "tokenizer", "weights"]
+    names += ["engine", "first token"]
     assert list(found["phases"]) == names
     assert all(seconds >= 0 for seconds in found["phases"].values())
     assert found["total"] == pytest.approx(sum(found["phases"].values()))

@@ -53,7 +53,8 @@ def load(folder: Path, **options) -> Driver:
     )
     described = Model(spec, checkpoint, groups, config, "cuda")
     choice = choose_runtime(described)
-    runtime, _ = choice.runtime.load(described, choice.selections, (128,) * len(groups))
+    blocks = (128,) * len(groups)
+    runtime, _ = choice.runtime.load(described, choice.selections, blocks, lambda part: None)
     for layer in runtime.layers:
         layer.k_cache.fill_(float("nan"))
         layer.v_cache.fill_(float("nan"))

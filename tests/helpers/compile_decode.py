@@ -10,6 +10,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from octavo.kernels.embed import triton as embed
-from octavo.kernels.linear import triton as linear
 from octavo.kernels.linear.tiles import Tile
 from octavo.kernels.linear_add import triton as linear_add
 from octavo.kernels.norm_gate_up import triton as norm_gate_up
@@ -29,7 +29,7 @@ from octavo.kernels.norm_linear import triton as norm_linear
 from octavo.kernels.rope_attention import triton as rope_attention
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-MODULES = (embed, linear, linear_add, norm_gate_up, norm_linear, rope_attention)
+MODULES = (embed, linear_add, norm_gate_up, norm_linear, rope_attention)
 
 
 class NoDevice:
@@ -108,10 +108,13 @@ def add(rows: int, n: int, k: int, **how: Any) -> None:
     linear_add.linear_add(zeros(rows, k), zeros(n, k), x, norm, h, squares, **how)
 
 
-def attention(length: int, num_rows: int = 1, **shape: Any) -> None:
+def attention(
+    length: int, num_rows: int = 1, *, with_lse: bool = False, share: int = 0, **shape: Any
+) -> None:
     llama = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
     rows = make_rows([1] * num_rows, **{**llama, **shape})
-    cut = rope_attention.choose_cut(rows.spec, num_rows, length)
+    spec = replace(rows.spec, split_mode="fixed", split_tokens=share) if share else rows.spec
+    cut = rope_attention.choose_cut(spec, num_rows, length)
     rope_attention.rope_attention(
         rows.spec,
         rows.qkv,
@@ -128,6 +131,7 @@ def attention(length: int, num_rows: int = 1, **shape: Any) -> None:
         q_norm=rows.q_norm,
         k_norm=rows.k_norm,
         eps=1e-6,
+        lse=sums(num_rows, rows.spec.num_heads) if with_lse else None,
     )
 
 
@@ -169,6 +173,12 @@ CASES: dict[str, Callable[[], None]] = {
         8192, num_heads=4, num_kv_heads=1, head_dim=256, window=512
     ),
     "attention, group of 14": lambda: attention(2048, num_heads=14, num_kv_heads=1),
+    "attention, one share, LSE": lambda: attention(128, with_lse=True),
+    "attention, many shares, LSE": lambda: attention(8192, with_lse=True),
+    "attention, fixed shares, LSE": lambda: attention(8192, 4, with_lse=True, share=256),
+    "attention, a fixed share with a window, 64": lambda: attention(
+        100, with_lse=True, share=304, num_heads=9, num_kv_heads=3, head_dim=64, window=100
+    ),
     "embed": embed_rows,
 }
 

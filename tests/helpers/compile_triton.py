@@ -24,6 +24,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 import octavo.kernels.kv_store.triton as kv_store
+import octavo.kernels.linear_fixed.triton as linear_fixed
 import octavo.kernels.split_attention.triton as split_attention
 from octavo.attention import AttentionSpec
 from octavo.kernels.paged_prefill.triton import paged_prefill
@@ -73,7 +74,8 @@ PREFILL: dict[str, dict[str, Any]] = {
 def main() -> None:
     driver.set_active(NoDevice())
     JITFunction.run = compile_only
-    split_attention.dependent_launches = kv_store.dependent_launches = lambda: True
+    for module in (split_attention, kv_store, linear_fixed):
+        module.dependent_launches = lambda: True
     results = {}
     for name, (launch, changes) in CASES.items():
         compiled.clear()
@@ -160,10 +162,20 @@ def store() -> None:
     kv_store.store_kv(*(cache[0] for cache in caches), *caches, torch.zeros(16, dtype=torch.int32))
 
 
+def product(num_tokens: int, kind: Any, n: int = 4096, dtype: Any = torch.bfloat16) -> None:
+    x, weight = torch.empty(num_tokens, 1024, dtype=dtype), torch.empty(n, 1024, dtype=dtype)
+    counters = linear_fixed.make_counters(x.device)
+    linear_fixed.linear_fixed(x, weight, weight[:, 0].contiguous(), counters, kind)
+
+
 CASES: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     **{name: (decode, changes) for name, changes in DECODE.items()},
     **{name: (prefill, changes) for name, changes in PREFILL.items()},
     "store": (store, {}),
+    "product, decode, 1": (product, {"num_tokens": 1, "kind": "decode"}),
+    "product, decode, 256": (product, {"num_tokens": 256, "kind": "decode", "n": 32768}),
+    "product, prefill": (product, {"num_tokens": 4096, "kind": "prefill"}),
+    "product, fp32": (product, {"num_tokens": 9, "kind": "decode", "dtype": torch.float32}),
 }
 
 

@@ -31,12 +31,18 @@ def load(
     max_model_len: int = 320,
     num_slots: int = 7,
     fused: bool = False,
+    deterministic: bool = False,
 ) -> Driver:
     """A checkpoint, every slot of its KV pools NaN."""
     checkpoint = open_checkpoint(model)
     spec = check_weights(spec_from_config(checkpoint.config), checkpoint)
     groups = kv_groups(spec)
-    config = EngineConfig(block_size=block_size, attention_backend="triton")
+    config = EngineConfig(
+        block_size=block_size,
+        attention_backend="triton",
+        deterministic=deterministic,
+        split_kv_tokens=16,
+    )
     selections = choose_attention(config, spec, groups, "cuda", dtype, dtype)
     kind = getattr(torch, dtype)
     weights = load_weights(spec, checkpoint, device="cpu", dtype=kind, num_threads=1)
@@ -57,6 +63,7 @@ def load(
         max_model_len=max_model_len,
         graphs=False,
         fused=fused,
+        deterministic=deterministic,
     )
     for layer in runtime.layers:
         layer.k_cache.fill_(float("nan"))

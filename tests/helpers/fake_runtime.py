@@ -5,6 +5,8 @@ of its window back through the block table, and mixes their sum into the token's
 slot, a stale or doubly used block, a lost block or a false prefix hit changes the ids that follow.
 Numbers of deeper layers depend on the whole prefix, as real KV does.
 
+Deterministic, a token's number hangs on whether it came in a decode row: only what was sampled may.
+
 Launches are carried out as late as allowed, when something waits for them, and unwritten memory
 holds rubbish.
 """
@@ -57,8 +59,10 @@ class FakeRuntime:
         num_blocks: Sequence[int],
         block_size: int,
         vocab_size: int = 32,
+        deterministic: bool = False,
     ) -> None:
         self.vocab_size = vocab_size
+        self.deterministic = deterministic
         self.block_size = block_size
         self.groups = list(groups)
         self.num_steps = 0
@@ -78,7 +82,7 @@ class FakeRuntime:
 
     def forward(self, batch: StepBatch) -> None:
         self._fail_if_told("forward")
-        check_batch(batch, self.block_size)
+        check_batch(batch, self.block_size, self.deterministic)
         for earlier in self._in_flight:
             check_no_overlap(earlier, batch, self.block_size)
         self.num_steps += 1
@@ -119,6 +123,8 @@ class FakeRuntime:
         for token in np.flatnonzero(ids < 0):
             ids[token] = self._sampled[int(batch.id_rows[token])]
         states = _mix(ids, batch.positions)
+        if self.deterministic:
+            states = _mix(states, np.arange(len(ids)) < batch.num_decodes)
         layers = sorted((layer, g) for g, group in enumerate(self.groups) for layer in group.layers)
         for layer, g in layers:
             store = self._store[layer]
@@ -145,14 +151,14 @@ def _attend(
     return _mix(states, sums[positions - first + 1] - sums[starts])
 
 
-def check_batch(batch: StepBatch, block_size: int) -> None:
+def check_batch(batch: StepBatch, block_size: int, deterministic: bool = False) -> None:
     """What every batch must satisfy by itself."""
     counts = np.diff(batch.query_start_loc)
     assert batch.query_start_loc[0] == 0
     assert batch.query_start_loc[-1] == batch.num_tokens
     assert (counts > 0).all()
     assert (counts[: batch.num_decodes] == 1).all()
-    assert (counts[batch.num_decodes :] > 1).all()
+    assert deterministic or (counts[batch.num_decodes :] > 1).all()
     assert ((batch.input_ids == -1) == (batch.id_rows >= 0)).all()
     for r in range(batch.num_rows):
         own = slice(batch.query_start_loc[r], batch.query_start_loc[r + 1])
@@ -194,10 +200,15 @@ class Expected:
 
 
 def expected_answer(
-    request: Request, groups: Sequence[KVGroup], vocab_size: int, max_total_tokens: int
+    request: Request,
+    groups: Sequence[KVGroup],
+    vocab_size: int,
+    max_total_tokens: int,
+    deterministic: bool = False,
 ) -> Expected:
     """The direct computation. ``max_total_tokens``: of model or pool, whichever is less."""
     params, prompt = request.params, request.prompt_token_ids
+    decoded_from = len(prompt) if deterministic else None
     limit = max_total_tokens
     if params.max_tokens is not None:
         limit = min(limit, len(prompt) + params.max_tokens)
@@ -207,7 +218,7 @@ def expected_answer(
     if params.prompt_logprobs is not None:
         count = len(prompt) - 1
         answer.prompt_logprobs = sample(
-            _logits(_dense_states(prompt, groups), vocab_size),
+            _logits(_dense_states(prompt, groups, decoded_from), vocab_size),
             make_sampling_batch(
                 [],
                 sample_indices=[],
@@ -228,7 +239,7 @@ def expected_answer(
             len(answer.token_ids),
             tuple(stops | eos) if early else (),
         )
-        states = _dense_states(prompt + answer.token_ids, groups)[-1:]
+        states = _dense_states(prompt + answer.token_ids, groups, decoded_from)[-1:]
         batch = make_sampling_batch([row], sample_indices=[0], vocab_size=vocab_size)
         output = sample(_logits(states, vocab_size), batch)
         token = int(output.token_ids[0])
@@ -241,9 +252,13 @@ def expected_answer(
     return answer
 
 
-def _dense_states(token_ids: Sequence[int], groups: Sequence[KVGroup]) -> np.ndarray:
+def _dense_states(
+    token_ids: Sequence[int], groups: Sequence[KVGroup], decoded_from: int | None
+) -> np.ndarray:
     positions = np.arange(len(token_ids))
     states = _mix(np.array(token_ids), positions)
+    if decoded_from is not None:
+        states = _mix(states, positions >= decoded_from)
     for layer, group in _by_layer(groups):
         states = _attend(states, _mix(states, layer), positions, 0, group)
     return states

@@ -3,6 +3,7 @@ answers on it against those of the eager runtime."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -18,13 +19,16 @@ from helpers.cuda_runtime import load
 from helpers.driver import Driver, Float32, relative_error
 
 from octavo import LLM, SamplingParams
+from octavo.cache import kv_groups
 from octavo.checkpoint import open_checkpoint
 from octavo.config import EngineConfig
 from octavo.engine.loop import Engine, EngineLimits
 from octavo.engine.request import Request
+from octavo.models.families import spec_from_config
+from octavo.models.weights import check_weights
 from octavo.runtime.candidates import Model
 from octavo.runtime.cuda import batch_buckets
-from octavo.runtime.cuda_load import run_largest_steps, warm_up
+from octavo.runtime.cuda_load import run_largest_steps, shortened, warm_up
 
 torch.set_num_threads(1)
 IDS = np.random.default_rng(1).integers(0, 320, 80).tolist()
@@ -176,3 +180,17 @@ def test_steps_that_are_run_at_load(model: Path) -> None:
         layer.k_cache.fill_(float("nan"))
         layer.v_cache.fill_(float("nan"))
     close(driver.run(IDS[:12], decode_from=10), reference_logits(model, IDS[:12]))
+
+
+def test_first_layers_stand_for_all(model: Path) -> None:
+    """One of each kind and another, in groups as the whole model's: windows in the same order."""
+    folder = open_checkpoint(model)
+    spec = check_weights(spec_from_config(folder.config), folder)
+    repeated = replace(spec, layers=spec.layers * 5)
+    whole = Model(repeated, folder, kv_groups(repeated), EngineConfig(), "cuda")
+    short = shortened(whole)
+    assert set(short.spec.layers) == set(spec.layers)
+    assert len(set(spec.layers)) < len(short.spec.layers) < len(repeated.layers)
+    assert [group.window for group in short.groups] == [group.window for group in whole.groups]
+    one = replace(spec, layers=spec.layers[:1])
+    assert shortened(replace(whole, spec=one, groups=kv_groups(one))).spec == one

@@ -172,14 +172,16 @@ def test_more_splits_than_are_merged_at_a_time():
 
 
 def test_a_cut_of_known_lengths():
-    """Powers of two below 64K keys: what was measured, and no cut for every length."""
+    """What was measured, and no cut for every length."""
     spec = make_rows([1], num_heads=16, num_kv_heads=8, head_dim=128).spec
-    cuts = {length: choose_cut(spec, 1, length) for length in (1, 128, 129, 1000, 2048, 8192)}
+    lengths = (1, 128, 129, 1000, 2048, 8192, 8193, 12288, 32_768)
+    cuts = {length: choose_cut(spec, 1, length) for length in lengths}
     assert cuts[1] == cuts[128] == Cut(1, 128, 4, 1)
     assert cuts[129] == Cut(2, 128, 4, 1)
     assert cuts[1000] == Cut(8, 128, 4, 1)
     assert cuts[2048] == Cut(16, 64, 4, 2)
-    assert cuts[8192] == Cut(32, 64, 4, 3)
+    assert cuts[8192] == cuts[8193] == cuts[12288] == Cut(24, 64, 4, 3)
+    assert cuts[32_768] == Cut(32, 64, 4, 3)
     assert choose_cut(spec, 1, 131_072).splits == 33
     assert choose_cut(spec, 16, 2048).splits == 2
 
@@ -194,7 +196,7 @@ def test_a_cut_of_known_lengths():
         ({"head_dim": 36, "v_head_dim": 36}, 1, "head_dim 36 is no multiple of 8 up to 256"),
         ({"v_head_dim": 16}, 1, "head_dim 32 isn't v_head_dim 16"),
         ({"has_sinks": True}, 1, "has no attention sinks"),
-        ({"split_mode": "fixed"}, 1, "splits by itself, not fixed"),
+        ({"phase": "prefill"}, 1, "rows have one query token each"),
     ],
 )
 def test_a_refusal_says_why(changes, rows, reason):

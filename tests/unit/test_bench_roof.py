@@ -9,8 +9,8 @@ from helpers.checkpoints import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.bench.latency import Latencies, decode_gb_s
-from octavo.bench.roof import _sum_of_windows, read_cost
+from octavo.bench.latency import Latencies, decode_gb_s, decode_tflops, prefill_tflops
+from octavo.bench.roof import _sum_of_windows, read_cost, row_flops
 from octavo.cli import main
 from octavo.config import EngineConfig
 from octavo.models.weights import num_parameters
@@ -34,11 +34,30 @@ def test_cost_of_a_step(tmp_path: Path) -> None:
     history = cost.of_history(5, 6)
     assert history == spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * 4 * (5 + 6)
     # Rows of 4 prompt tokens see 5 and 6 keys in the two steps after the first token.
-    found = Latencies([1.0, 9.0, 2.0], [0.1, 9.0, 0.5])
+    found = Latencies([1.0, 9.0, 2.0], [0.2, 0.3, 0.1], [0.1, 9.0, 0.5])
     gb_s = decode_gb_s(cost, found, input_len=4, output_len=3, batch_size=10)
     assert gb_s == pytest.approx((cost.weight_bytes + 10 * history / 2) / 0.5 / 1e9)
     half = read_cost(EngineConfig(model=model, device="cpu", kv_cache_dtype="bfloat16"))
     assert half.of_history(5, 6) == history / 2
+
+
+def test_operations_of_a_row(tmp_path: Path) -> None:
+    cost = read_cost(EngineConfig(model=str(tiny(tmp_path)), device="cpu", enforce_eager=True))
+    assert cost.matmul_dtype == "float32"
+    spec = cost.spec
+    table = spec.vocab_size * spec.hidden_size
+    norms = spec.hidden_size * (2 * spec.num_layers + 1)
+    untied = 0 if spec.tied_embeddings else table
+    matrices = num_parameters(spec) - untied - table - norms  # but for the head
+    pair = 4 * spec.num_heads * spec.head_dim * spec.num_layers
+    assert row_flops(spec, 5, 6, 1) == 2 * 2 * matrices + (5 + 6) * pair + 2 * table
+    assert row_flops(spec, 7, 6, 0) == 0
+    found = Latencies([1.0], [0.25], [0.5])
+    sizes = {"input_len": 4, "batch_size": 10}
+    decode = 10 * row_flops(spec, 5, 6, 2) / 2 / 0.5 / 1e12
+    assert decode_tflops(spec, found, output_len=3, **sizes) == pytest.approx(decode)
+    prefill = 10 * row_flops(spec, 1, 4, 1) / 0.25 / 1e12
+    assert prefill_tflops(spec, found, **sizes) == pytest.approx(prefill)
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,60 @@ def test_the_reference_decodes_over_the_layout_of_a_prefill_candidate(fakes):
     assert selection.kv_layout(3).k_order == "NHD"
 
 
+@pytest.fixture
+def few(fakes, monkeypatch):
+    """A third, ``f``, for steps of up to 4 rows, in front of the others."""
+    fakes["f"] = Fake("f", "HND")
+    monkeypatch.setattr(candidates, "CLASSES", candidates.CLASSES | {"f": "Fake"})
+    monkeypatch.setattr(candidates, "ROW_LIMITS", {"f": 4})
+    order = candidates.ORDER
+    monkeypatch.setattr(candidates, "ORDER", order | {"decode": ("f", *order["decode"])})
+    return fakes
+
+
+def test_small_steps_may_have_a_candidate_of_their_own(few):
+    selection = select(PREFILL, DECODE)
+    assert (selection.few_rows, selection.decode) == ("f", "b")
+    small_steps = "steps of up to 4 rows, all of them decoding"
+    assert verdict(selection, "decode", "f") == ("chosen", small_steps)
+    assert verdict(selection, "decode", "b") == ("chosen", "all other steps")
+    assert verdict(selection, "decode", "a") == ("possible", "b comes first")
+    assert open_pair(selection) == (("b", "prefill"), ("b", "decode"))
+
+
+def test_forced_it_takes_the_small_steps_and_no_others(few, monkeypatch):
+    monkeypatch.setattr(candidates, "is_certified", lambda name, device: name != "f")
+    selection = select(PREFILL, DECODE)
+    assert selection.few_rows is None
+    uncertified = "no certificate covers it; --attention-backend f turns it on"
+    assert verdict(selection, "decode", "f") == ("off", uncertified)
+    selection = select(PREFILL, DECODE, backend="f")
+    assert (selection.few_rows, selection.decode, selection.prefill) == ("f", "b", "b")
+
+
+@pytest.mark.parametrize(
+    ("how", "found"),
+    [
+        ({"disabled": ["f"]}, ("off", "--disable-attention-backend f")),
+        ({"backend": "b"}, ("off", "--attention-backend b")),
+        ({"uncallable": {"f": "isn't for this runtime"}}, ("refused", "isn't for this runtime")),
+        ({"disabled": ["b"]}, ("possible", "its KV layout isn't the other phase's")),
+    ],
+)
+def test_what_keeps_it_from_small_steps(few, how, found):
+    selection = select(PREFILL, DECODE, **how)
+    assert selection.few_rows is None
+    assert verdict(selection, "decode", "f") == found
+    assert verdict(selection, "decode", selection.decode)[1] == "the first that can serve"
+
+
+def test_forced_where_it_cannot_serve_it_says_why(few):
+    with pytest.raises(ConfigError, match="can't read the KV layout of 'a'"):
+        select(PREFILL, DECODE, backend="f", disabled=["b"])
+    with pytest.raises(ConfigError, match="it can't serve decode: isn't for this runtime"):
+        select(PREFILL, DECODE, backend="f", uncallable={"f": "isn't for this runtime"})
+
+
 def test_choosing_imports_neither_torch_nor_numba():
     code = (
         "import sys; sys.path.insert(0, 'tests')\n"

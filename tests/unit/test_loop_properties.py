@@ -45,6 +45,7 @@ def engines(draw: st.DrawFn) -> tuple[tuple[KVGroup, ...], EngineLimits]:
         num_blocks=tuple(draw(st.integers(4, 18)) for _ in groups),
         enable_prefix_caching=draw(st.booleans()),
         async_scheduling=draw(st.booleans()),
+        deterministic=draw(st.booleans()),
     )
     return groups, limits
 
@@ -79,7 +80,9 @@ class EngineMachine(RuleBasedStateMachine):
     @initialize(setup=engines())
     def start(self, setup: tuple[tuple[KVGroup, ...], EngineLimits]) -> None:
         self.groups, limits = setup
-        self.runtime = FakeRuntime(self.groups, limits.num_blocks, limits.block_size, VOCAB_SIZE)
+        self.runtime = FakeRuntime(
+            self.groups, limits.num_blocks, limits.block_size, VOCAB_SIZE, limits.deterministic
+        )
         self.engine = Engine(self.runtime, self.groups, limits)
         self.all: list[Progress] = []
 
@@ -164,7 +167,10 @@ class EngineMachine(RuleBasedStateMachine):
 
     def compare(self, progress: Progress) -> None:
         request = progress.request
-        expected = expected_answer(request, self.groups, VOCAB_SIZE, self.engine.max_total_tokens)
+        limits = self.engine.limits
+        expected = expected_answer(
+            request, self.groups, VOCAB_SIZE, self.engine.max_total_tokens, limits.deterministic
+        )
         count = len(progress.new_token_ids)
         finished = progress.last is not None and progress.last.finish_reason is not None
         assert finished or progress.dropped

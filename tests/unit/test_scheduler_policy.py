@@ -24,12 +24,13 @@ class Steps:
         max_num_batched_tokens: int = 16,
         windows: list[tuple[int, int]] | None = None,  # window, blocks
         caching: bool = False,
+        deterministic: bool = False,
     ) -> None:
         windows = windows or []
         groups = [FULL, *(KVGroup((1 + i,), window) for i, (window, _) in enumerate(windows))]
         sizes = [num_blocks, *(count for _, count in windows)]
         self.kv = KVCache(groups, sizes, block_size=4, enable_prefix_caching=caching)
-        self.scheduler = Scheduler(self.kv, max_num_seqs, max_num_batched_tokens)
+        self.scheduler = Scheduler(self.kv, max_num_seqs, max_num_batched_tokens, deterministic)
 
     def add(self, name: str, prompt_len: int, max_tokens: int = 20, priority: int = 0) -> Request:
         request = Request(
@@ -78,6 +79,26 @@ def test_a_chunk_of_one_token_counts_as_a_single_token_row() -> None:
     assert steps.step() == {"a": 4}
     assert list(steps.step().items()) == [("a", 1), ("b", 3)]
     assert list(steps.step().items()) == [("a", 1), ("b", 3)]
+
+
+def test_deterministic_a_chunk_of_one_token_does_not_decode() -> None:
+    steps = Steps(max_num_batched_tokens=4, deterministic=True)
+    steps.add("a", 5)
+    assert steps.step() == {"a": 4}
+    for decodes in (False, True):
+        [row] = steps.scheduler.schedule()
+        assert (row.stop - row.start, row.decodes) == (1, decodes)
+        steps._sample(row)
+
+
+def test_deterministic_what_was_sampled_is_computed_again_token_by_token() -> None:
+    steps = Steps(deterministic=True)
+    request = steps.add("a", 5)
+    counts = [steps.step()["a"] for _ in range(4)]
+    assert counts == [5, 1, 1, 1]
+    steps.scheduler.requeue_running()
+    assert [steps.step()["a"] for _ in range(4)] == counts
+    assert len(request.output_token_ids) == 4  # nothing new yet
 
 
 def test_decodes_never_starve_a_prompt() -> None:

@@ -1,36 +1,48 @@
 """Who computes attention: an ordered list per phase, switches, and a reason for every verdict.
 
 The first enabled candidate that supports the spec serves. Prefill and decode are chosen once, at
-load, as a pair that shares a KV layout. ``reference`` is last in both orders, reads any layout
-through its owner, and can't be switched off. One that no certificate covers on this hardware is off
-until the user asks for it. Candidates are imported when they are asked.
+load, as a pair that shares a KV layout. Small decode steps may have a candidate of their own,
+which reads the pair's layout. ``reference`` is last in both orders, reads any layout through its
+owner, and can't be switched off. One that no certificate covers on this hardware is off until the
+user asks for it. Candidates are imported when they are asked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Literal
 
 from octavo.attention.backends.reference import ReferenceCandidate
 from octavo.attention.certificates import is_certified
-from octavo.attention.spec import AttentionSpec, Backend, Candidate, KVLayout, Phase
+from octavo.attention.spec import (
+    AttentionSpec,
+    Backend,
+    Candidate,
+    KVLayout,
+    Phase,
+    Support,
+)
 from octavo.errors import ConfigError
+from octavo.kernels.linear.tiles import MAX_ROWS
 
 # First choice first. The class of a candidate stands in the module of its name.
 ORDER: dict[Phase, tuple[str, ...]] = {
     "prefill": ("flashinfer", "torch", "triton", "cpu", "ascend_fia", "reference"),
-    "decode": ("triton", "flashinfer", "cpu", "ascend_fia", "reference"),
+    "decode": ("fused", "triton", "flashinfer", "cpu", "ascend_fia", "reference"),
 }
 CLASSES = {
     "ascend_fia": "AscendFiaCandidate",
     "cpu": "CpuCandidate",
     "flashinfer": "FlashinferCandidate",
+    "fused": "FusedCandidate",
     "reference": "ReferenceCandidate",
     "torch": "TorchCandidate",
     "triton": "TritonCandidate",
 }
+# Those that serve decode steps of so many rows at most, beside one that serves all others.
+ROW_LIMITS = {"fused": MAX_ROWS}
 
 
 @dataclass(frozen=True)
@@ -48,13 +60,15 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Selection:
-    """The pair that serves, the specs it was chosen for, and every candidate's verdict in order."""
+    """The pair that serves, the specs it was chosen for, and every candidate's verdict in order.
+    ``few_rows`` takes decode's place in steps of up to its limit of rows, in which all decode."""
 
     prefill: str
     decode: str
     prefill_spec: AttentionSpec
     decode_spec: AttentionSpec
     verdicts: dict[Phase, list[Verdict]]
+    few_rows: str | None = None
 
     def kv_layout(self, num_blocks: int) -> KVLayout:
         """The layout of one layer's pool, which the pair shares."""
@@ -76,15 +90,19 @@ def select(
     *,
     backend: str | None = None,
     disabled: Collection[str] = (),
+    uncallable: Mapping[str, str] | None = None,
 ) -> Selection:
-    """Choose who serves. A forced ``backend`` takes every phase that it is listed for.
+    """Choose who serves. A forced ``backend`` takes every phase that it is listed for, or the small
+    steps if it is for these. ``uncallable`` are candidates that the caller can't call, and why.
 
     Raises ConfigError for a name that isn't known, for ``reference`` or the forced backend among
     ``disabled``, where the forced backend refuses a spec, and where nobody can serve one.
     """
     _check_names(backend, disabled)
-    prefills = [_judge(name, prefill_spec, backend, disabled) for name in ORDER["prefill"]]
-    decodes = [_judge(name, decode_spec, backend, disabled) for name in ORDER["decode"]]
+    prefills, decodes = (
+        [_judge(name, spec, backend, disabled, uncallable or {}) for name in ORDER[spec.phase]]
+        for spec in (prefill_spec, decode_spec)
+    )
     # Decode chooses first, as most steps are decode steps. The reference prefills over any
     # layout, so a decode candidate never fails for want of a partner.
     pairs = (
@@ -92,18 +110,20 @@ def select(
         for decode in decodes
         for prefill in prefills
         if prefill.state == decode.state == "possible"
+        and decode.candidate not in ROW_LIMITS
         and _share_layout(prefill.candidate, prefill_spec, decode.candidate, decode_spec)
     )
     pair = next(pairs, None)
     if pair is None:
         reasons = "; ".join(f"{v.candidate}: {v.reason}" for v in prefills + decodes if v.reason)
         raise ConfigError(f"no pair of attention backends can serve this model: {reasons}")
-    return Selection(
+    chosen = Selection(
         *pair,
         prefill_spec,
         decode_spec,
         {"prefill": _settle(prefills, pair[0]), "decode": _settle(decodes, pair[1])},
     )
+    return _with_few_rows(chosen, backend)
 
 
 def open_pair(selection: Selection) -> tuple[Backend, Backend]:
@@ -132,14 +152,20 @@ def _check_names(backend: str | None, disabled: Collection[str]) -> None:
 
 
 def _judge(
-    name: str, spec: AttentionSpec, backend: str | None, disabled: Collection[str]
+    name: str,
+    spec: AttentionSpec,
+    backend: str | None,
+    disabled: Collection[str],
+    uncallable: Mapping[str, str],
 ) -> Verdict:
     """The verdict on one candidate by itself; who is chosen is settled later."""
     if name in disabled:
         return Verdict(name, "off", f"--disable-attention-backend {name}")
-    if name != backend and backend in ORDER[spec.phase]:
+    if name != backend and backend in ORDER[spec.phase] and backend not in ROW_LIMITS:
         return Verdict(name, "off", f"--attention-backend {backend}")
     support = candidate(name).supports(spec)
+    if support.ok and name in uncallable:
+        support = Support(False, uncallable[name])
     if support.ok and name != backend and not is_certified(name, spec.device):
         reason = f"no certificate covers it; --attention-backend {name} turns it on"
         return Verdict(name, "off", reason)
@@ -175,3 +201,28 @@ def _settle(verdicts: list[Verdict], chosen: str) -> list[Verdict]:
             verdict = replace(verdict, reason=reason)
         settled.append(verdict)
     return settled
+
+
+def _with_few_rows(selection: Selection, backend: str | None) -> Selection:
+    """With a candidate for small decode steps, where one can serve over the pair's layout."""
+    spec, verdicts = selection.decode_spec, selection.verdicts["decode"]
+    layout = selection.kv_layout(num_blocks=1)
+    few = [v for v in verdicts if v.candidate in ROW_LIMITS and v.state == "possible"]
+    few = [v for v in few if candidate(v.candidate).kv_layout(spec, num_blocks=1) == layout]
+    if not few:
+        if backend in ROW_LIMITS:
+            raise ConfigError(
+                f"attention backend {backend!r} was asked for, but it can't read the KV layout of "
+                f"{selection.decode!r}, which serves the steps of more rows"
+            )
+        return selection
+    name = few[0].candidate
+    reasons = {
+        name: f"steps of up to {ROW_LIMITS[name]} rows, all of them decoding",
+        selection.decode: "all other steps",
+    }
+    settled = [
+        replace(v, state="chosen", reason=reasons[v.candidate]) if v.candidate in reasons else v
+        for v in verdicts
+    ]
+    return replace(selection, verdicts={**selection.verdicts, "decode": settled}, few_rows=name)

@@ -22,6 +22,7 @@ KERNEL_PACKAGES = {
     "ascend_fia": "torch_npu",
     "cpu": "numba",
     "flashinfer": "flashinfer-python",
+    "fused": "triton",
     "reference": "torch",
     "torch": "torch",
     "triton": "triton",

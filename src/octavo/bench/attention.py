@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from octavo.attention import AttentionSpec
-from octavo.attention.candidates import ORDER, candidate
+from octavo.attention.candidates import ORDER, ROW_LIMITS, candidate
 from octavo.attention.spec import SplitMode
 from octavo.errors import ConfigError
 
@@ -56,12 +56,13 @@ def parse_heads(text: str) -> Heads:
 
 
 def decode_backends(device: str) -> list[str]:
-    """Candidates for decode that can run on the device, but for the reference."""
+    """Candidates for decode that can run on the device, but for the reference and for those of
+    small steps, which have launches here that no step has."""
     spec = decode_spec(device, Heads(32, 8, 128), *default_dtypes(device))
     return [
         name
         for name in ORDER["decode"]
-        if name != "reference" and candidate(name).supports(spec).ok
+        if name not in ("reference", *ROW_LIMITS) and candidate(name).supports(spec).ok
     ]
 
 
@@ -118,6 +119,9 @@ def bench_attention(
                         support = candidate(name).supports(spec)
                         if not support.ok:
                             yield f"{what}: {support.reason}"
+                            continue
+                        if batch > ROW_LIMITS.get(name, batch):
+                            yield f"{what}: a step has up to {ROW_LIMITS[name]} rows"
                             continue
                         if pool_bytes(spec, batch, context) > 0.8 * free_bytes(device):
                             yield f"{what}: its keys and values don't fit the memory that is free"

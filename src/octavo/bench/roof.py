@@ -1,5 +1,5 @@
-"""The roof over decoding: a step reads all weights and each row's keys and values once, so memory's
-bandwidth bounds its speed."""
+"""The roofs over a step: it reads all weights and each row's keys and values once, so memory's
+bandwidth bounds it, and it multiplies every token by all weights, so the matrix rate does."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from octavo.runtime.memory import layout_bytes
 
 @dataclass(frozen=True)
 class ReadCost:
-    """What a decode step of a model must read, on its device."""
+    """What a decode step of a model must read, on its device. ``matmul_dtype`` is that of the
+    library's products; None where products are our own, whose best rate nobody measures."""
 
     spec: DecoderSpec
     device: str
     weight_bytes: int
     kv_bytes: int  # of one token in one layer
+    matmul_dtype: str | None
 
     def of_history(self, first: int, last: int) -> int:
         """Bytes of keys and values that one row reads in its steps from ``first`` to ``last`` keys,
@@ -27,6 +29,26 @@ class ReadCost:
         return self.kv_bytes * sum(
             _sum_of_windows(first, last, layer.window) for layer in self.spec.layers
         )
+
+
+@dataclass(frozen=True)
+class Roofs:
+    """What the device can do: GB/s of reading alone, and TFLOP/s of the library's product; None
+    where the runtime's products are our own."""
+
+    read_gb_s: float
+    matrix_tflops: float | None
+
+
+def measure_roofs(cost: ReadCost) -> Roofs:
+    """Both, now; with the model loaded, as threads and precision are set by then."""
+    from octavo.bench.matrix_rate import matrix_rate
+    from octavo.verify.timing import read_bandwidth
+
+    dtype = cost.matmul_dtype
+    return Roofs(
+        read_bandwidth(cost.device), None if dtype is None else matrix_rate(cost.device, dtype)
+    )
 
 
 def read_cost(config: EngineConfig) -> ReadCost:
@@ -40,6 +62,20 @@ def read_cost(config: EngineConfig) -> ReadCost:
         device=model.device,
         weight_bytes=choice.runtime.weight_bytes(model) - lookup,
         kv_bytes=layout_bytes(choice.selections[0].kv_layout(1)) // config.block_size,
+        matmul_dtype=None if choice.runtime.name == "cpu" else choice.dtype,
+    )
+
+
+def row_flops(spec: DecoderSpec, first: int, last: int, num_logits: int) -> int:
+    """Operations of one row's tokens that see from ``first`` to ``last`` keys, of which
+    ``num_logits`` have logits: two for each weight, and four for each number of a seen key."""
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    weights = 2 * hidden * (spec.q_size + spec.kv_size) + 3 * hidden * inner
+    pairs = sum(_sum_of_windows(first, last, layer.window) for layer in spec.layers)
+    return (
+        2 * weights * spec.num_layers * max(0, last - first + 1)
+        + 4 * spec.q_size * pairs
+        + 2 * spec.vocab_size * hidden * num_logits
     )
 
 

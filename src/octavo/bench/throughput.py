@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from octavo.bench.dataset import Sample
-from octavo.bench.roof import ReadCost
+from octavo.bench.roof import ReadCost, row_flops
 from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Tokens are counted from the outputs; ``gb_s`` is what the steps had to read."""
+    """Tokens are counted from the outputs; ``gb_s`` is what the steps had to read, ``tflops`` what
+    the tokens that weren't cached had to be multiplied by."""
 
     seconds: float
     num_requests: int
@@ -26,6 +27,7 @@ class Throughput:
     output_tokens: int
     num_steps: int
     gb_s: float
+    tflops: float
 
 
 def measure_throughput(
@@ -47,6 +49,10 @@ def measure_throughput(
     num_steps = llm.stats().num_steps - steps_before
     lengths = [(len(out.prompt_token_ids), len(out.outputs[0].token_ids)) for out in outputs]
     history = sum(cost.of_history(prompt + 1, prompt + answer - 1) for prompt, answer in lengths)
+    flops = sum(
+        row_flops(cost.spec, out.num_cached_tokens + 1, prompt + answer - 1, answer)
+        for out, (prompt, answer) in zip(outputs, lengths, strict=True)
+    )
     return Throughput(
         seconds=seconds,
         num_requests=len(outputs),
@@ -54,4 +60,5 @@ def measure_throughput(
         output_tokens=sum(answer for _, answer in lengths),
         num_steps=num_steps,
         gb_s=(num_steps * cost.weight_bytes + history) / seconds / 1e9,
+        tflops=flops / seconds / 1e12,
     )

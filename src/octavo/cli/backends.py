@@ -16,7 +16,7 @@ from octavo.config import EngineConfig
 # Those that choosing depends on ("engine" is the parameter that they are fields of).
 _NAMES = re.compile(
     "^(engine|revision|device|dtype|quantization|kv_cache_dtype|exact|block_size|enforce_eager"
-    "|attention_backend|disable_attention_backend|split_kv|split_kv_tokens)$"
+    "|attention_backend|disable_attention_backend|deterministic|split_kv|split_kv_tokens)$"
 )
 Flags = Annotated[EngineConfig, Parameter(name="*", group=ENGINE, parse=_NAMES)]
 _STYLES = {"chosen": "bold green", "possible": "default", "off": "yellow", "refused": "dim"}

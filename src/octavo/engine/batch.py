@@ -17,7 +17,7 @@ Int32 = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class StepBatch:
-    """T tokens of R rows (one row a request); rows with a single query token come first.
+    """T tokens of R rows (one row a request); rows that decode, a single token each, come first.
 
     Row ``r`` owns tokens ``query_start_loc[r] : query_start_loc[r + 1]``, the newest of its
     ``seq_lens[r]`` tokens. ``input_ids`` is -1 where the id is still on the device; it is then the
@@ -37,7 +37,7 @@ class StepBatch:
     positions: Int32  # [T]
     query_start_loc: Int32  # [R + 1]
     seq_lens: Int32  # [R]
-    num_decodes: int  # rows with one query token
+    num_decodes: int  # rows for decode's kernels
     slot_mapping: tuple[Int32, ...]  # per group [T]
     block_table: tuple[Int32, ...]  # per group [R, blocks of the longest row]
     logits_indices: Int32  # [L]
@@ -103,7 +103,7 @@ def build_step_batch(rows: Sequence[ScheduledRow], block_size: int) -> StepBatch
         positions=positions,
         query_start_loc=query_start_loc,
         seq_lens=seq_lens,
-        num_decodes=int(np.count_nonzero(counts == 1)),
+        num_decodes=sum(row.decodes for row in rows),
         slot_mapping=tuple(slot_mappings),
         block_table=tuple(block_tables),
         logits_indices=np.array(logits_indices, np.int32),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib import import_module
 from itertools import pairwise
@@ -115,23 +116,28 @@ def build_engine(config: EngineConfig) -> Loaded:
     model = describe_model(config, checkpoint)
     spec, groups = model.spec, model.groups
     choice = choose_runtime(model)
-    max_model_len, num_blocks, note = _plan_blocks(model, choice)
-    notes = [refusal_note(model, choice), choice.runtime.note(model), note]
     lap("open")
-    tokenizer, note = _find_tokenizer(config, checkpoint)
-    notes.append(note)
-    lap("tokenizer")
-    params, note = _default_params(config, checkpoint)
-    notes.append(note)
-
     # torch's OpenMP threads spin while they wait. Beside any other busy program that ruins both
     # (1.3 tok/s against 14), so they sleep soon; it has to be said before torch is loaded.
     os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
-    import_module(f"octavo.runtime.{choice.runtime.name}")
-    lap("runtime import")
+    with ThreadPoolExecutor(1) as beside:  # both take a second
+        finding = beside.submit(_find_tokenizer, config, checkpoint)
+        max_model_len, num_blocks, length_note = _plan_blocks(model, choice)
+        lap("plan")
+        import_module(f"octavo.runtime.{choice.runtime.name}")
+        lap("runtime import")
+        tokenizer, tokenizer_note = finding.result()
+        lap("tokenizer")
+    params, params_note = _default_params(config, checkpoint)
+    notes = [
+        refusal_note(model, choice),
+        choice.runtime.note(model),
+        length_note,
+        tokenizer_note,
+        params_note,
+    ]
     model = replace(model, config=replace(config, max_model_len=max_model_len))
-    runtime, num_blocks = choice.runtime.load(model, choice.selections, num_blocks)
-    lap("weights")
+    runtime, num_blocks = choice.runtime.load(model, choice.selections, num_blocks, lap)
     on_gpu = model.device != "cpu"
     overlapped = on_gpu if config.async_scheduling is None else config.async_scheduling
     limits = EngineLimits(
@@ -142,6 +148,7 @@ def build_engine(config: EngineConfig) -> Loaded:
         num_blocks=num_blocks,
         enable_prefix_caching=config.enable_prefix_caching,
         async_scheduling=overlapped,
+        deterministic=config.deterministic,
     )
 
     def grammars() -> GrammarCompiler:
@@ -321,5 +328,5 @@ def _eos_token_ids(checkpoint: Checkpoint) -> frozenset[int]:
 
 
 def _attention_name(selection: Selection) -> str:
-    names = [selection.decode, selection.prefill]
-    return " + ".join(dict.fromkeys(names))
+    names = [selection.few_rows, selection.decode, selection.prefill]
+    return " + ".join(dict.fromkeys(name for name in names if name is not None))

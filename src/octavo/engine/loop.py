@@ -67,6 +67,7 @@ class EngineLimits:
     num_blocks: tuple[int, ...]
     enable_prefix_caching: bool = True
     async_scheduling: bool = False
+    deterministic: bool = False  # engine/scheduler.py says how
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size"):
@@ -153,7 +154,9 @@ class Engine:
         self._kv = KVCache(
             kv_groups, limits.num_blocks, limits.block_size, limits.enable_prefix_caching
         )
-        self._scheduler = Scheduler(self._kv, limits.max_num_seqs, limits.max_num_batched_tokens)
+        self._scheduler = Scheduler(
+            self._kv, limits.max_num_seqs, limits.max_num_batched_tokens, limits.deterministic
+        )
         self._make_grammars = grammars
         self._requests: dict[str, Request] = {}
         # Not yet with the scheduler: the grammar being made, and the limit of tokens.
@@ -390,7 +393,7 @@ class Engine:
             ):
                 num_ended += 1
                 stop = int(batch.seq_lens[i])
-                row = ScheduledRow(request, stop - 1, stop, True, range(0))
+                row = ScheduledRow(request, stop - 1, stop, True, range(0), True)
                 update = self._advance(row, [token_id], logprobs[i : i + 1], [], now)
                 if update is not None:
                     updates.append(update)
@@ -414,7 +417,7 @@ class Engine:
         full = np.flatnonzero(batch.seq_lens % self.limits.block_size == 0)
         for i in full.tolist():  # blocks that this step has filled
             if requests[i].status is RequestStatus.RUNNING:
-                self._kv.store(requests[i].blocks, requests[i].token_ids, int(batch.seq_lens[i]))
+                self._store(requests[i], int(batch.seq_lens[i]))
 
     def _advance(
         self,
@@ -446,7 +449,7 @@ class Engine:
         if row.stop == len(request.prompt_token_ids) and not request.generates:
             finish_reason = finish_reason or "length"
         if request.status is RequestStatus.RUNNING and error is None:
-            self._kv.store(request.blocks, request.token_ids, row.stop)
+            self._store(request, row.stop)
         if not new_token_ids and finish_reason is None:
             return None
 
@@ -471,6 +474,13 @@ class Engine:
             metrics=request.metrics,
             error=error,
         )
+
+    def _store(self, request: Request, num_computed: int) -> None:
+        """Let others share the request's full blocks; deterministic, those of its prompt only: as
+        part of another's prompt, what it sampled would come from other kernels."""
+        if self.limits.deterministic:
+            num_computed = min(num_computed, len(request.prompt_token_ids))
+        self._kv.store(request.blocks, request.token_ids, num_computed)
 
     def _end(self, request_id: str, reason: FinishReason) -> None:
         self._updates = [update for update in self._updates if update.request_id != request_id]

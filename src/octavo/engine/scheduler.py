@@ -14,6 +14,11 @@ chunks, then new requests, as far as the token budget goes.
 - A waiting request whose next block a running one is about to compute waits to share it: equal
   prompts that arrive together (``n`` choices, one system prompt) are computed once.
 - A waiting request never preempts a running one, whatever its priority.
+
+Rows that decode are those of one token. Deterministic, they are those of a token that was sampled,
+and only those: a chunk ends where the prompt does, what was sampled before a preemption is computed
+again token by token, and cached blocks are looked for within the prompt only. So a token's keys and
+values come from the same kernels whenever they are computed.
 """
 
 from __future__ import annotations
@@ -30,19 +35,26 @@ from octavo.engine.request import Request, RequestStatus
 class ScheduledRow(NamedTuple):
     """The tokens of a request at positions ``start`` to ``stop - 1``. ``samples``: the last of them
     is the last there is, so an id follows. ``scored`` are the positions whose logits are wanted for
-    ``prompt_logprobs``."""
+    ``prompt_logprobs``. ``decodes``: it is one token, for the kernels of decode."""
 
     request: Request
     start: int
     stop: int
     samples: bool
     scored: range
+    decodes: bool
 
 
 class Scheduler:
     """Keeps the queues and shares out each step's budget of tokens, rows and blocks."""
 
-    def __init__(self, kv_cache: KVCache, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        kv_cache: KVCache,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        deterministic: bool = False,
+    ) -> None:
         self.waiting: list[Request] = []  # both in order
         self.running: list[Request] = []
         self.num_preemptions = 0
@@ -54,6 +66,7 @@ class Scheduler:
         self._kv = kv_cache
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._deterministic = deterministic
         self._arrivals = itertools.count()
         # The head of the queue that found no room, and how often blocks had come back by then.
         self._refused: tuple[Request, int] | None = None
@@ -83,13 +96,13 @@ class Scheduler:
         )
 
     def schedule(self) -> list[ScheduledRow]:
-        """Plan one step and count its tokens as computed. Rows of one token come first; no rows
+        """Plan one step and count its tokens as computed. Rows that decode come first; no rows
         where nothing can run before the steps in flight are done."""
         budget = self._max_num_batched_tokens
         counts: dict[Request, int] = {}
         for request in self.running:
             self._kv.drop_behind(request.blocks, request.num_computed_tokens)
-        uncomputed = {request: request.num_uncomputed_tokens for request in self.running}
+        uncomputed = {request: self._uncomputed(request) for request in self.running}
         for request in sorted(self.running, key=lambda r: uncomputed[r] > 1):
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted for one before it
@@ -112,16 +125,24 @@ class Scheduler:
             request = self.waiting[0]
             if not self._admit(request):
                 break
-            counts[request] = self._chunk(request, min(request.num_uncomputed_tokens, budget))
+            counts[request] = self._chunk(request, min(self._uncomputed(request), budget))
             self._kv.extend(request.blocks, request.num_computed_tokens + counts[request])
             budget -= counts[request]
-        rows = [_advance(request, count) for request, count in counts.items()]
-        return sorted(rows, key=lambda row: row.stop - row.start > 1)
+        rows = [self._advance(request, count) for request, count in counts.items()]
+        return sorted(rows, key=lambda row: not row.decodes)
 
     def requeue_running(self) -> None:
         """Make all running requests wait and compute them again: their step in flight is lost."""
         for request in list(self.running):
             self._preempt(request)
+
+    def _uncomputed(self, request: Request) -> int:
+        """The most tokens that one row of the request may have."""
+        count = request.num_uncomputed_tokens
+        if self._deterministic:
+            left = len(request.prompt_token_ids) - request.num_computed_tokens
+            count = min(count, max(left, 1))
+        return count
 
     def _chunk(self, request: Request, count: int) -> int:
         """``count``, or less where the blocks free now have no places for as many tokens; but one
@@ -139,7 +160,8 @@ class Scheduler:
         num_hits = 0
         others = [other.blocks for other in self.running]
         if scored or not wants_scores:  # a prompt is scored from its own logits
-            num_hits = self._kv.find_prefix(request.blocks, request.token_ids)
+            known = request.prompt_token_ids if self._deterministic else request.token_ids
+            num_hits = self._kv.find_prefix(request.blocks, known)
             if self._kv.is_being_computed(request.blocks, num_hits, others):
                 return False
         if not self._kv.admit(request.blocks, len(request.token_ids), num_hits, others):
@@ -159,6 +181,21 @@ class Scheduler:
                 self.prefix_cache_hits += request.num_cached_tokens
         return True
 
+    def _advance(self, request: Request, count: int) -> ScheduledRow:
+        """Count ``count`` tokens as computed, and the id that they lead to as pending."""
+        start, prompt_len = request.num_computed_tokens, len(request.prompt_token_ids)
+        stop = start + count
+        samples = request.generates and stop == request.num_tokens
+        scored = range(0)
+        if request.params.prompt_logprobs is not None:
+            until = min(stop, prompt_len - 1)
+            scored = range(max(start, request.num_scored_tokens), until)
+            request.num_scored_tokens = max(until, request.num_scored_tokens)
+        request.num_computed_tokens = stop
+        request.num_pending_ids += samples
+        decodes = start >= prompt_len if self._deterministic else count == 1
+        return ScheduledRow(request, start, stop, samples, scored, decodes)
+
     def _preempt(self, request: Request) -> None:
         self.epoch += 1
         _take(self.running, request)
@@ -174,18 +211,3 @@ def _order(request: Request) -> tuple[int, int]:
 
 def _take(queue: list[Request], request: Request) -> None:
     del queue[bisect_left(queue, request.order, key=_order)]
-
-
-def _advance(request: Request, count: int) -> ScheduledRow:
-    """Count ``count`` tokens as computed, and the id that they lead to as pending."""
-    start = request.num_computed_tokens
-    stop = start + count
-    samples = request.generates and stop == request.num_tokens
-    scored = range(0)
-    if request.params.prompt_logprobs is not None:
-        until = min(stop, len(request.prompt_token_ids) - 1)
-        scored = range(max(start, request.num_scored_tokens), until)
-        request.num_scored_tokens = max(until, request.num_scored_tokens)
-    request.num_computed_tokens = stop
-    request.num_pending_ids += samples
-    return ScheduledRow(request, start, stop, samples, scored)

@@ -123,6 +123,7 @@ else:
         where=lambda condition, a, b: tl.where(condition, a, b),
         exp=lambda x: tl.exp(x),
         exp2=lambda x: tl.exp2(x),
+        log2=lambda x: tl.log2(x),
         rsqrt=lambda x: tl.rsqrt(x),
         cdiv=lambda a, b: (a + b - 1) // b,
         atomic_add=lambda *args, **how: tl.atomic_add(*args, **how),

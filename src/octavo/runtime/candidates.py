@@ -7,7 +7,7 @@ and torch or numba with it, when it loads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol
@@ -22,6 +22,7 @@ from octavo.host import granted_cores
 from octavo.models.spec import DecoderSpec
 from octavo.models.weights import EMBED, layer_weights, num_parameters
 from octavo.runtime import Runtime
+from octavo.runtime.fused_limits import refusal as fused_refusal
 from octavo.runtime.memory import DTYPE_BYTES, weight_bytes, widening_note
 
 FLOAT_FORMATS = frozenset({"F32", "F16", "BF16"})
@@ -78,10 +79,15 @@ class RuntimeCandidate(Protocol):
         """A sentence for the user about what loading costs, if there is something to tell."""
 
     def load(
-        self, model: Model, selections: Sequence[Selection], num_blocks: tuple[int, ...]
+        self,
+        model: Model,
+        selections: Sequence[Selection],
+        num_blocks: tuple[int, ...],
+        lap: Callable[[str], None],
     ) -> tuple[Runtime, tuple[int, ...]]:
         """Read the weights, allocate the pools: the runtime, and the blocks of each KV group that
-        it has. ``num_blocks`` is what was planned; one that measures may have other numbers."""
+        it has. ``num_blocks`` is what was planned; one that measures may have other numbers.
+        ``lap`` is told of the end of each part that takes its time."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,11 @@ class EagerCandidate:
     attention: frozenset[str] | None = None
 
     def supports(self, model: Model) -> Support:
+        if model.config.deterministic:
+            return Support(False, "has the library's products, whose sums depend on the batch")
+        return self._holds(model)
+
+    def _holds(self, model: Model) -> Support:
         quantization, kv_dtype = model.config.quantization, model.config.kv_cache_dtype
         if quantization is not None:
             return Support(False, f"doesn't quantise weights at load (quantization {quantization})")
@@ -141,7 +152,11 @@ class EagerCandidate:
         return widening_note(model.spec, model.checkpoint, self.dtypes(model)[0])
 
     def load(
-        self, model: Model, selections: Sequence[Selection], num_blocks: tuple[int, ...]
+        self,
+        model: Model,
+        selections: Sequence[Selection],
+        num_blocks: tuple[int, ...],
+        lap: Callable[[str], None],
     ) -> tuple[Runtime, tuple[int, ...]]:
         from octavo.runtime.eager import load_eager
 
@@ -155,6 +170,7 @@ class EagerCandidate:
             dtype=self.dtypes(model)[0],
             num_threads=model.num_threads,
         )
+        lap("weights")
         return runtime, num_blocks
 
 
@@ -164,12 +180,19 @@ class CudaCandidate(EagerCandidate):
     name = "cuda"
     device = "cuda"
 
+    def supports(self, model: Model) -> Support:
+        return self._holds(model)
+
     def load(
-        self, model: Model, selections: Sequence[Selection], num_blocks: tuple[int, ...]
+        self,
+        model: Model,
+        selections: Sequence[Selection],
+        num_blocks: tuple[int, ...],
+        lap: Callable[[str], None],
     ) -> tuple[Runtime, tuple[int, ...]]:
         from octavo.runtime.cuda_load import load_cuda
 
-        return load_cuda(model, self.dtypes(model)[0], selections, num_blocks)
+        return load_cuda(model, self.dtypes(model)[0], selections, num_blocks, lap)
 
 
 class CpuCandidate:
@@ -183,8 +206,6 @@ class CpuCandidate:
         config = model.config
         if config.dtype not in ("auto", "float32"):
             return Support(False, f"computes in float32, not in {config.dtype}")
-        if model.spec.ffn_bias:
-            return Support(False, "adds no bias in front of a gate (mlp_bias)")
         problem = _unquantisable(model) if config.quantization == "int8" else _ungated(model)
         return Support(not problem, problem)
 
@@ -218,11 +239,17 @@ class CpuCandidate:
         return None
 
     def load(
-        self, model: Model, selections: Sequence[Selection], num_blocks: tuple[int, ...]
+        self,
+        model: Model,
+        selections: Sequence[Selection],
+        num_blocks: tuple[int, ...],
+        lap: Callable[[str], None],
     ) -> tuple[Runtime, tuple[int, ...]]:
         from octavo.runtime.cpu import load_cpu
 
-        return load_cpu(model, selections, num_blocks), num_blocks
+        runtime = load_cpu(model, selections, num_blocks)
+        lap("weights")
+        return runtime, num_blocks
 
 
 # First choice first.
@@ -235,10 +262,16 @@ def choose_runtime(model: Model) -> Choice:
     Raises ConfigError where none does, and what :func:`~octavo.attention.candidates.select` raises
     for the last one.
     """
+    if model.config.deterministic and model.device != "cuda":
+        raise ConfigError(
+            f"deterministic needs an NVIDIA GPU, and the device is {model.device}; leave it out"
+        )
     verdicts: list[Verdict] = []
     chosen: tuple[RuntimeCandidate, list[Selection]] | None = None
     for candidate in ORDER:
-        if model.config.enforce_eager and candidate.name != "eager":
+        # Deterministic, eager is the same kernels without graphs.
+        eager = model.config.enforce_eager and not model.config.deterministic
+        if eager and candidate.name != "eager":
             verdicts.append(Verdict(candidate.name, "off", "--enforce-eager"))
         elif chosen is not None:
             reason = f"{chosen[0].name} comes first"
@@ -322,7 +355,14 @@ def choose_attention(
     graph: bool = False,
 ) -> list[Selection]:
     """Each KV group's pair of attention candidates, with every candidate's verdict. ``graph``:
-    decode is captured in CUDA graphs."""
+    decode is captured in CUDA graphs. Deterministic, triton's alone don't look at the batch."""
+    backend, split_mode = config.attention_backend, config.split_kv
+    if config.deterministic:
+        backend = "triton"
+        split_mode = "fixed" if split_mode == "auto" else split_mode
+    no_fused = "is for the cuda runtime's graphs"
+    if graph:
+        no_fused = fused_refusal(spec, dtype, split_mode)
 
     def wanted(phase: Phase, group: KVGroup) -> AttentionSpec:
         return AttentionSpec(
@@ -338,7 +378,7 @@ def choose_attention(
             scale=spec.attention_scale,
             window=group.window,
             soft_cap=spec.attention_soft_cap,
-            split_mode=config.split_kv,
+            split_mode=split_mode,
             split_tokens=config.split_kv_tokens,
             graph=graph and phase == "decode",
         )
@@ -347,8 +387,9 @@ def choose_attention(
         select(
             wanted("prefill", group),
             wanted("decode", group),
-            backend=config.attention_backend,
+            backend=backend,
             disabled=config.disable_attention_backend,
+            uncallable={"fused": no_fused} if no_fused else None,
         )
         for group in groups
     ]

@@ -8,6 +8,10 @@ but :meth:`CudaRuntime.wait`.
 
 Elementwise stages are Triton's kernels, products are the library's, attention is the candidates'.
 A residual isn't added where it comes from but by the next norm, in one kernel.
+
+Deterministic, a token's bits depend on nothing but the tokens before it (docs/precision.md has the
+rules): decode rows and prefill rows go through products of their own, whose sums don't depend on
+the batch, whatever step they are part of.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from octavo.attention.spec import AttentionBatch, AttentionSpec, Backend
 from octavo.engine.batch import StepBatch
 from octavo.engine.sampling import SampleOutput, SamplingBatch
 from octavo.kernels.gated.triton import gated
+from octavo.kernels.linear_fixed.triton import linear_fixed, make_counters
 from octavo.kernels.norm.triton import add_rms_norm
 from octavo.kernels.rope_write.triton import rope_write
 from octavo.kernels.step_inputs.layout import make_inputs
@@ -114,7 +119,9 @@ class CudaRuntime:
     """A model on a GPU: its weights, its KV pools, and the ops for its stages.
 
     ``attention`` has the candidates of each KV group, whose pools lie as block, token, head, dim.
-    ``graphs`` off launches every step op by op; ``fused`` off has no fused kernels for few rows.
+    ``graphs`` off launches every step op by op; ``fused`` off has no fused kernels for few rows,
+    whose sums are in another order, so that ``deterministic`` has none either; its attention must
+    be of kernels that don't look at the batch.
     """
 
     def __init__(
@@ -128,6 +135,7 @@ class CudaRuntime:
         max_model_len: int,
         graphs: bool,
         fused: bool = True,
+        deterministic: bool = False,
     ) -> None:
         self.spec = spec
         self.vocab_size = spec.vocab_size
@@ -140,6 +148,8 @@ class CudaRuntime:
         self._stream: Any = None
         if self.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        with self._on_device():
+            self._counters = make_counters(self.device) if deterministic else None
         groups = len(attention)
         self._upload = Upload(
             most_ints(limits.tokens, limits.rows, groups, limits.blocks), self.device
@@ -165,7 +175,7 @@ class CudaRuntime:
         self._sampler = DeviceSampler(self._logits, self._buckets, self._graphs)
         specs = [one.decode.spec for one in attention]
         self._fused: FusedDecode | None = None
-        if fused and supports(spec, self.dtype, specs, 1).ok:
+        if fused and not deterministic and supports(spec, self.dtype, specs, 1).ok:
             self._fused = FusedDecode(spec, weights, layers, specs, self._inputs, self._rope)
         with self._on_device():  # the largest scratch, once
             self._plans = {self._buckets[-1]: self._decode_groups(self._buckets[-1])}
@@ -175,8 +185,9 @@ class CudaRuntime:
     def forward(self, batch: StepBatch) -> None:
         """See :class:`octavo.runtime.Runtime`."""
         rows = batch.num_rows
-        # Where every row has one token and samples, logits are those of the rows in order.
-        plain = batch.num_tokens == len(batch.sample_rows) == len(batch.logits_indices)
+        # Where every row decodes and samples, logits are those of the rows in order.
+        plain = batch.num_decodes == batch.num_tokens
+        plain &= batch.num_tokens == len(batch.sample_rows) == len(batch.logits_indices)
         bucket = next(size for size in self._buckets if size >= rows) if plain else None
         with self._on_device():
             self._upload.send(pack(batch, self._upload.array()))
@@ -285,8 +296,9 @@ class CudaRuntime:
     # ---- all other steps
 
     def _mixed(self, batch: StepBatch) -> None:
+        x = self._embedded(batch.num_tokens)
         step = Step(
-            x=self._embedded(batch.num_tokens),
+            x=x if self._counters is None else x.float(),  # as in decode steps
             positions=self._inputs.positions[: batch.num_tokens],
             num_decodes=batch.num_decodes,
             groups=[self._plan(number, batch) for number in range(len(self._attention))],
@@ -375,7 +387,7 @@ class CudaRuntime:
     def _norm_qkv(self, step: Step, layer: Layer) -> None:
         weights = layer.weights
         x = self._normed(step, weights.attn_norm)
-        step.qkv = F.linear(x, weights.qkv, weights.qkv_bias)
+        step.qkv = self._product(step, x, weights.qkv, weights.qkv_bias)
 
     def _rope_write(self, step: Step, layer: Layer) -> None:
         step.q = rope_write(
@@ -402,21 +414,26 @@ class CudaRuntime:
 
     def _out_proj(self, step: Step, layer: Layer) -> None:
         weights = layer.weights
-        step.delta = F.linear(step.attention.flatten(1), weights.o, weights.o_bias)
+        step.delta = self._product(step, step.attention.flatten(1), weights.o, weights.o_bias)
         step.post_norm = weights.attn_post_norm
 
     def _norm_ffn_up(self, step: Step, layer: Layer) -> None:
         weights = layer.weights
         x = self._normed(step, weights.ffn_norm)
-        up = F.linear(x, weights.gate_up, weights.gate_up_bias)
+        up = self._product(step, x, weights.gate_up, weights.gate_up_bias)
         step.ffn = gated(up, self.spec.activation)
 
     def _ffn_down(self, step: Step, layer: Layer) -> None:
-        step.delta = F.linear(step.ffn, layer.weights.down, layer.weights.down_bias)
-        step.post_norm = layer.weights.ffn_post_norm
+        weights = layer.weights
+        step.delta = self._product(step, step.ffn, weights.down, weights.down_bias)
+        step.post_norm = weights.ffn_post_norm
 
     def _norm_head(self, step: Step) -> None:
-        step.hidden = self._normed(step, self._weights.final_norm, step.logits_rows)
+        rows = step.logits_rows
+        if self._counters is None or rows is None:
+            step.hidden = self._normed(step, self._weights.final_norm, rows)
+        else:  # the very kernel of decode steps
+            step.hidden = self._normed(step, self._weights.final_norm)[rows]
 
     def _normed(self, step: Step, weight: Tensor, rows: Tensor | None = None) -> Tensor:
         """The norm of x, with what is to be added to it added first."""
@@ -435,11 +452,24 @@ class CudaRuntime:
 
     def _head(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Logits [n, vocab] of normed rows, float32 where they are capped."""
-        cap = self.spec.logit_soft_cap
+        cap, head = self.spec.logit_soft_cap, self._weights.head
+        product = out if cap is None else None
+        if self._counters is None:
+            logits = torch.mm(hidden, head.t(), out=product)
+        else:
+            logits = linear_fixed(hidden, head, None, self._counters, "decode", out=product)
         if cap is None:
-            return torch.mm(hidden, self._weights.head.t(), out=out)
-        capped = cap * torch.tanh(F.linear(hidden, self._weights.head).float() / cap)
+            return logits
+        capped = cap * torch.tanh(logits.float() / cap)
         return capped if out is None else out.copy_(capped)
+
+    def _product(self, step: Step, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self._counters is None:
+            return F.linear(x, weight, bias)
+        out, count = x.new_empty(len(x), len(weight)), step.num_decodes
+        linear_fixed(x[:count], weight, bias, self._counters, "decode", out=out[:count])
+        linear_fixed(x[count:], weight, bias, self._counters, "prefill", out=out[count:])
+        return out
 
 
 def batch_buckets(max_rows: int) -> list[int]:

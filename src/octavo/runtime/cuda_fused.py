@@ -25,6 +25,7 @@ from octavo.kernels.rope_attention import triton as attention
 from octavo.kernels.step_inputs.layout import StepInputs
 from octavo.models.spec import DecoderSpec, RopeSpec
 from octavo.runtime.eager import Layer
+from octavo.runtime.fused_limits import refusal
 from octavo.runtime.torch_weights import DecoderTensors
 
 Cuts = tuple[attention.Cut, ...]  # of each KV group
@@ -48,10 +49,10 @@ def supports(
     spec: DecoderSpec, dtype: torch.dtype, attention_specs: Sequence[AttentionSpec], num_rows: int
 ) -> Support:
     """Whether such steps can be carried out so, and if not, why."""
-    if dtype != torch.bfloat16:
-        return Support(False, f"computes in bfloat16, not in {dtype}")
-    parts = [part.supports(spec, num_rows) for part in (add, gate_up, linear)]
-    parts += [attention.supports(one, num_rows) for one in attention_specs]
+    reason = refusal(spec, str(dtype).removeprefix("torch."), attention_specs[0].split_mode)
+    if reason:
+        return Support(False, reason)
+    parts = [attention.supports(one, num_rows) for one in attention_specs]
     return next((part for part in parts if not part.ok), Support(True))
 
 

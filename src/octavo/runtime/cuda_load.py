@@ -1,48 +1,63 @@
 """From a model and its attention to a :class:`~octavo.runtime.cuda.CudaRuntime`, ready to run.
 
-What a step needs besides weights and KV is measured before the pools are allocated: the largest
-steps are run once, over a few blocks. Then steps of every size are, so that no request waits for a
-compiler; Triton keeps what it compiles in the user's cache.
+Steps of every kind are run before the pools are allocated, over a few blocks and through the first
+layers only, those that differ: kernels are compiled, or fetched from Triton's cache in the user's,
+so that no request waits for them, and what a step needs besides weights and KV is measured.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from threading import Thread
 from typing import Any
 
 import numpy as np
 import torch
 import triton
 from platformdirs import user_cache_path
+from triton.runtime.cache import triton_key
 
 from octavo import __version__
 from octavo.attention.candidates import Selection, candidate, open_pair
-from octavo.cache.groups import KVGroup
+from octavo.cache.groups import KVGroup, kv_groups
 from octavo.engine.batch import StepBatch
 from octavo.engine.sampling import SamplingRow, make_sampling_batch
+from octavo.host import granted_cores
 from octavo.runtime.candidates import Model
 from octavo.runtime.cuda import Attention, CudaRuntime, Limits
+from octavo.runtime.cuda_compile import compile_kernels, note_kernels
 from octavo.runtime.eager import free_device_memory, make_layers
 from octavo.runtime.memory import plan_kv
 from octavo.runtime.torch_weights import DecoderTensors, load_weights, random_weights
 from octavo.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 _FEW_BLOCKS = 64
 _GRAPH_BYTES = 512 << 20  # what the graphs of all sizes take, about
 
 
 def load_cuda(
-    model: Model, dtype: str, selections: Sequence[Selection], num_blocks: tuple[int, ...]
+    model: Model,
+    dtype: str,
+    selections: Sequence[Selection],
+    num_blocks: tuple[int, ...],
+    lap: Callable[[str], None],
 ) -> tuple[CudaRuntime, tuple[int, ...]]:
     """Load the weights in ``dtype`` (in float32 products are exact: no TF32), and the rest.
     ``num_blocks`` is what was planned; unless the user said so, it is planned anew from what is
-    measured. Returns the runtime and the blocks of each KV group that it has."""
+    measured. Returns the runtime and the blocks of each KV group that it has; ``lap`` is told of
+    each part's end."""
     kind = getattr(torch, dtype)
     if kind is torch.float32:
         torch.set_float32_matmul_precision("highest")
     cache = user_cache_path("octavo") / "triton" / f"{__version__}-{triton.__version__}"
     os.environ.setdefault("TRITON_CACHE_DIR", str(cache))
+    # Triton hashes all of itself, 400 MB, before it looks for its first kernel.
+    Thread(target=triton_key, daemon=True).start()
     free = free_device_memory(model.device)
     spec, config = model.spec, model.config
     if model.checkpoint is None:
@@ -55,17 +70,24 @@ def load_cuda(
             dtype=kind,
             num_threads=model.num_threads,
         )
+    lap("weights")
     attention = [open_attention(selection) for selection in selections]
+    lap("attention")
+    weight_bytes = torch.cuda.memory_allocated(model.device)
+    few = [_FEW_BLOCKS] * len(num_blocks)
+    first_layers = shortened(model)
+    runtime = _make_runtime(first_layers, weights, attention, selections, few, graphs=False)
+    allocated = torch.cuda.memory_allocated(model.device) - weight_bytes
+    compile_ahead(runtime, first_layers, few[0])
+    lap("compile")
+    torch.cuda.reset_peak_memory_stats(model.device)
+    run_largest_steps(runtime, first_layers, few[0])
+    peak = torch.cuda.max_memory_allocated(model.device) - weight_bytes
+    warm_up(runtime, first_layers, few[0])
+    del runtime
+    torch.cuda.empty_cache()
+    lap("kernels")
     if config.num_gpu_blocks_override is None:
-        weight_bytes = torch.cuda.memory_allocated(model.device)
-        few = [_FEW_BLOCKS] * len(num_blocks)
-        runtime = _make_runtime(model, weights, attention, selections, few)
-        allocated = torch.cuda.memory_allocated(model.device) - weight_bytes
-        torch.cuda.reset_peak_memory_stats(model.device)
-        run_largest_steps(runtime, model, few[0])
-        peak = torch.cuda.max_memory_allocated(model.device) - weight_bytes
-        del runtime
-        torch.cuda.empty_cache()
         # Code of kernels, workspaces of libraries: what torch doesn't know of.
         others = free - free_device_memory(model.device) - torch.cuda.memory_reserved(model.device)
         num_blocks = plan_kv(
@@ -84,8 +106,12 @@ def load_cuda(
             fill=True,
             activations=max(peak, allocated) + max(others, 0) + _GRAPH_BYTES,
         )
-    runtime = _make_runtime(model, weights, attention, selections, num_blocks)
-    warm_up(runtime, model, num_blocks[0])
+    graphs = not config.enforce_eager
+    runtime = _make_runtime(model, weights, attention, selections, num_blocks, graphs=graphs)
+    for count in (1, 2):  # a decode and a prefill step
+        batch = _made_up([count], [count], config.block_size, num_blocks[0], model.groups)
+        _run(runtime, batch, SamplingParams())
+    lap("pools")
     return runtime, num_blocks
 
 
@@ -116,6 +142,30 @@ def run_largest_steps(runtime: CudaRuntime, model: Model, num_blocks: int) -> No
         _run(runtime, _made_up(counts, counts, config.block_size, num_blocks, model.groups), params)
 
 
+def shortened(model: Model) -> Model:
+    """The model with its first layers alone: one of each kind and another, whose residual stream
+    comes from a layer. Their kernels are those of all."""
+    layers = model.spec.layers
+    count = 1 + max(layers.index(layer) for layer in layers)
+    spec = replace(model.spec, layers=layers[: count + 1])
+    return replace(model, spec=spec, groups=kv_groups(spec))
+
+
+def compile_ahead(runtime: CudaRuntime, model: Model, num_blocks: int) -> None:
+    """Have the kernels of all steps compiled on all cores, where they aren't yet."""
+
+    def launch() -> None:
+        run_largest_steps(runtime, model, num_blocks)
+        warm_up(runtime, model, num_blocks)
+
+    try:
+        kernels = note_kernels(launch)
+        target = triton.runtime.driver.active.get_current_target()
+        compile_kernels(kernels, target, granted_cores())
+    except Exception as error:  # it leans on how Triton works inside
+        logger.warning("octavo: kernels are compiled one after the other (%s)", error)
+
+
 def warm_up(runtime: CudaRuntime, model: Model, num_blocks: int) -> None:
     """Run a step of each kind that is compiled by itself; the pools' contents don't matter yet."""
     config = model.config
@@ -126,13 +176,13 @@ def warm_up(runtime: CudaRuntime, model: Model, num_blocks: int) -> None:
         batch = _made_up(counts, lengths, config.block_size, num_blocks, model.groups)
         _run(runtime, batch, SamplingParams(**params))
 
+    rows = 1
+    while rows <= config.max_num_seqs and 2 * rows <= config.max_num_batched_tokens:
+        run([2] * rows, 2)  # first what takes longest to compile
+        rows *= 2
     for rows, length in runtime.kinds_of_decode(longest):
         run([1] * rows, length)
     run([1], 1, top_k=20, top_p=0.9)
-    rows = 1
-    while rows <= config.max_num_seqs and 2 * rows <= config.max_num_batched_tokens:
-        run([2] * rows, 2)
-        rows *= 2
 
 
 def _run(runtime: CudaRuntime, batch: StepBatch, params: SamplingParams) -> None:
@@ -151,6 +201,8 @@ def _make_runtime(
     attention: Sequence[Attention],
     selections: Sequence[Selection],
     num_blocks: Sequence[int],
+    *,
+    graphs: bool,
 ) -> CudaRuntime:
     spec, config = model.spec, model.config
     max_model_len = config.max_model_len or spec.max_position
@@ -165,7 +217,9 @@ def _make_runtime(
             -(-max_model_len // config.block_size),
         ),
         max_model_len=max_model_len,
-        graphs=True,
+        graphs=graphs,
+        fused=all(selection.few_rows == "fused" for selection in selections),
+        deterministic=config.deterministic,
     )
 
 

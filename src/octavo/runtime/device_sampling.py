@@ -31,6 +31,7 @@ from octavo.runtime.upload import Upload, pinned
 SCORED_ROWS = 256  # rows of logits that log probabilities are taken from at a time
 _LAST_ID = 0xFFFFFFFF
 _TURNS = 4
+_WEIGHT_BITS = 44
 
 
 @dataclass(frozen=True)
@@ -257,7 +258,11 @@ def _rank(rows: Tensor, own: Tensor, top: int) -> Ranked:
     """``rows`` [R, V] float32, ``own`` [R] int64 tokens; of equal logits the lower id comes
     first."""
     best = rows.max(dim=1, keepdim=True).values
-    log_sum = best.double() + (rows - best).exp().sum(1, keepdim=True, dtype=torch.float64).log()
+    # Weights as whole numbers: torch's order of sums depends on R, and no bit must. All of them fit
+    # 62 bits. best - best is NaN where best isn't finite.
+    weights = (rows - best).exp_().double().mul_(2.0**_WEIGHT_BITS).long()
+    log_sum = (weights.sum(1, keepdim=True).double() / 2.0**_WEIGHT_BITS).log()
+    log_sum += best.double() + (best - best)
     value = rows.gather(1, own[:, None])
     rank = (rows > value).sum(1) + 1
     # A key that orders by logit, then by id; + 0 because -0 has other bits.

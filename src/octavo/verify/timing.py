@@ -89,7 +89,10 @@ def num_splits(
     """Segments of each row. Where the device cuts, by its slots, what the host's planner would do
     with as many; None where nobody tells."""
     backend, batch = candidate.open(spec), _batch(spec, batch_size, length)
-    splits = getattr(backend.plan(batch), "splits", None)
+    plan = backend.plan(batch)
+    if hasattr(plan, "cut"):  # the same for all rows
+        return int(plan.cut.splits)
+    splits = getattr(plan, "splits", None)
     slots = getattr(backend, "num_slots", None)
     if splits is None and slots is not None:
         splits = plan_splits(

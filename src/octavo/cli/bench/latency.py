@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 
@@ -70,17 +70,16 @@ def latency(
         )
     import numpy as np
 
-    from octavo.bench.latency import decode_gb_s, measure_latency
-    from octavo.bench.roof import read_cost
+    from octavo.bench.latency import decode_gb_s, decode_tflops, measure_latency, prefill_tflops
+    from octavo.bench.roof import measure_roofs, read_cost
     from octavo.cli.loading import load
 
     cost = read_cost(replace(engine, model=model))
     llm = load(model, engine)
     check_length(input_len + output_len, llm.report.max_model_len)
     from octavo.verify.report import machine
-    from octavo.verify.timing import read_bandwidth
 
-    read_gb_s = read_bandwidth(cost.device)
+    roofs = measure_roofs(cost)
     sizes = {"input_len": input_len, "output_len": output_len, "batch_size": batch_size}
     found = measure_latency(
         llm,
@@ -99,11 +98,14 @@ def latency(
     print(f"Std latency: {deviation} seconds")
     for percentage, percentile in zip(PERCENTAGES, percentiles, strict=True):
         print(f"{percentage}% percentile latency: {percentile} seconds")
-    gb_s = decode_gb_s(cost, found, **sizes)
+    prefill_rate = batch_size * input_len / median(found.prefill_seconds)
+    prefill = prefill_tflops(cost.spec, found, input_len=input_len, batch_size=batch_size)
+    print(roof_line("Prefill", prefill_rate, roofs, gb_s=None, tflops=prefill))
+    gb_s, decode = decode_gb_s(cost, found, **sizes), decode_tflops(cost.spec, found, **sizes)
     tokens_per_s = None
-    if found.step_seconds is not None and gb_s is not None:
+    if found.step_seconds is not None and decode is not None:
         tokens_per_s = batch_size / median(found.step_seconds)
-        print(roof_line("Decode", tokens_per_s, gb_s, read_gb_s))
+        print(roof_line("Decode", tokens_per_s, roofs, gb_s=gb_s, tflops=decode))
     print_json(
         {
             "bench": "latency",
@@ -117,7 +119,10 @@ def latency(
             "percentiles": dict(zip(map(str, PERCENTAGES), percentiles, strict=True)),
             "decode_tokens_per_s": tokens_per_s,
             "decode_gb_s": gb_s,
-            "read_gb_s": read_gb_s,
+            "decode_tflops": decode,
+            "prefill_tokens_per_s": prefill_rate,
+            "prefill_tflops": prefill,
+            **asdict(roofs),
         },
         output_json,
     )

@@ -6,7 +6,7 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Group, Parameter
 
@@ -14,6 +14,9 @@ from octavo.bench.config import DatasetConfig
 from octavo.cli.options import ENGINE
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from octavo.bench.roof import Roofs
 
 DATASET = Group("Dataset", sort_key=1)
 DatasetFlags = Annotated[DatasetConfig, Parameter(name="*", group=DATASET)]
@@ -45,12 +48,24 @@ def show_progress(doing: str) -> None:
         print(f"\r\033[K{doing}", end="", file=sys.stderr, flush=True)
 
 
-def roof_line(what: str, tokens_per_s: float, gb_s: float, read_gb_s: float) -> str:
-    """A speed beside the share of memory's bandwidth that it takes."""
-    return (
-        f"{what}: {tokens_per_s:,.1f} tok/s, {gb_s / read_gb_s:.0%} of what this memory can do "
-        f"({gb_s:,.1f} of {read_gb_s:,.1f} GB/s)"
-    )
+def roof_line(
+    what: str,
+    tokens_per_s: float,
+    roofs: Roofs,
+    *,
+    gb_s: float | None,
+    tflops: float,
+) -> str:
+    """A speed beside the shares of memory's bandwidth (unless ``gb_s`` is None) and of the matrix
+    rate (where it was measured) that it takes."""
+    line = f"{what}: {tokens_per_s:,.1f} tok/s"
+    if gb_s is not None:
+        line += f", {gb_s / roofs.read_gb_s:.0%} of what this memory can do "
+        line += f"({gb_s:,.1f} of {roofs.read_gb_s:,.1f} GB/s)"
+    rate = roofs.matrix_tflops
+    if rate is None:
+        return f"{line}, {tflops:,.3g} TFLOP/s (matrix rate not measured)"
+    return f"{line}, {tflops / rate:.1%} of the matrix rate ({tflops:,.3g} of {rate:,.3g} TFLOP/s)"
 
 
 def print_json(found: dict[str, Any], output_json: Path | None) -> None:

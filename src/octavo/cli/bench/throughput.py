@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from octavo.bench.config import DatasetConfig
@@ -38,7 +38,7 @@ def throughput(
         Also write the JSON to this file.
     """
     from octavo.bench.dataset import make_samples, random_id_samples
-    from octavo.bench.roof import read_cost
+    from octavo.bench.roof import measure_roofs, read_cost
     from octavo.bench.throughput import measure_throughput
     from octavo.cli.loading import load
 
@@ -51,9 +51,8 @@ def throughput(
     longest = max((sample.input_len or 0) + sample.output_len for sample in samples)
     check_length(longest, llm.report.max_model_len)
     from octavo.verify.report import machine
-    from octavo.verify.timing import read_bandwidth
 
-    read_gb_s = read_bandwidth(cost.device)
+    roofs = measure_roofs(cost)
     found = measure_throughput(llm, samples, cost, detokenize=not disable_detokenize)
     num_tokens = found.prompt_tokens + found.output_tokens
     output_rate = found.output_tokens / found.seconds
@@ -63,7 +62,7 @@ def throughput(
     )
     print(f"Total num prompt tokens:  {found.prompt_tokens}")
     print(f"Total num output tokens:  {found.output_tokens}")
-    print(roof_line("Output", output_rate, found.gb_s, read_gb_s))
+    print(roof_line("Output", output_rate, roofs, gb_s=found.gb_s, tflops=found.tflops))
     print_json(
         {
             "bench": "throughput",
@@ -78,7 +77,8 @@ def throughput(
             "output_tokens_per_second": output_rate,
             "num_steps": found.num_steps,
             "gb_s": found.gb_s,
-            "read_gb_s": read_gb_s,
+            "tflops": found.tflops,
+            **asdict(roofs),
         },
         output_json,
     )

@@ -275,6 +275,13 @@ def _load(scores, tokens, count, first, threshold, last, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _weight(score):
+    """Rounded to a multiple of 2 ** -34, so that sums over a vocabulary are exact, and the same in
+    whatever order a list has come to be."""
+    return (tl.exp(score).to(tl.float64) + 262144.0) - 262144.0
+
+
+@triton.jit
 def _around(scores, tokens, count, threshold, last, t, BLOCK: tl.constexpr):
     """How many of what is left are above the key ``t``, how many have it, and the weight of those
     above."""
@@ -286,7 +293,7 @@ def _around(scores, tokens, count, threshold, last, t, BLOCK: tl.constexpr):
         key = key_of(score)
         above += (kept & (key > t)).to(tl.int32)
         equal += (kept & (key == t)).to(tl.int32)
-        mass += tl.where(kept & (key > t), tl.exp(score), 0.0).to(tl.float64)
+        mass += tl.where(kept & (key > t), _weight(score), 0.0)
     return tl.sum(above, 0), tl.sum(equal, 0), tl.sum(mass, 0)
 
 
@@ -317,11 +324,11 @@ def _search(
             if KIND == TIES:
                 kept &= key == threshold
                 key = -token
-            weight = tl.full([BLOCK], 1.0, tl.float32)
+            weight = tl.full([BLOCK], 1.0, tl.float64)
             if KIND == MASS:
-                weight = tl.exp(score)
+                weight = _weight(score)
             reaches = kept[:, None] & (key[:, None] >= pivots[None, :])
-            found += tl.where(reaches, weight[:, None], 0.0).to(tl.float64)
+            found += tl.where(reaches, weight[:, None], 0.0)
         passed = tl.sum((tl.sum(found, 0) >= need).to(tl.int32), 0)
         low += passed * step
         high = tl.minimum(high, low + step - 1)

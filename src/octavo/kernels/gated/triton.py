@@ -6,6 +6,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from octavo.kernels.triton_launch import dependent_launches
 
 BLOCK = 1024
 
@@ -16,14 +19,33 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     count, size = len(gate_up), gate_up.shape[1] // 2
     out = gate_up.new_empty(count, size)
     if count:
-        grid = (triton.cdiv(size, BLOCK), count)
-        _kernel[grid](gate_up, out, SIZE=size, GELU=activation != "silu", BLOCK=BLOCK, num_warps=4)
+        dependent = dependent_launches()
+        _kernel[(triton.cdiv(size, BLOCK), count)](
+            gate_up,
+            out,
+            SIZE=size,
+            GELU=activation != "silu",
+            BLOCK=BLOCK,
+            DEPENDENT=dependent,
+            launch_pdl=dependent,
+            num_warps=4,
+        )
     return out
 
 
 @triton.jit
-def _kernel(gate_up, out, SIZE: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def _kernel(
+    gate_up,
+    out,
+    SIZE: tl.constexpr,
+    GELU: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """Grid: (blocks of columns, rows)."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(1).to(tl.int64)
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < SIZE

@@ -1,65 +1,60 @@
-"""Which tile a product takes: measured for known shapes within whole decode steps on an H200.
+"""Which tile a product takes: table.json has what was measured, on an H200.
 
-A stage's best tile depends on its neighbours, as blocks of several kernels share a multiprocessor:
-so they were chosen one after another within the captured step
-(bench/results/2026-11-30-h200-decode-step.md), not each by itself.
+A stage's best tile depends on its neighbours, as blocks of several kernels share a multiprocessor.
+Those of Qwen3-0.6B, and of 8B at one row, were chosen one after another within the captured step
+(bench/results/2026-11-30-h200-decode-step.md). ``octavo bench kernels --search`` measures each
+product by itself and puts what is surely faster into the file.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
 from octavo.kernels.linear.tiles import Tile
 
+PATH = Path(__file__).with_name("table.json")
 CHUNK_BYTES = 96 << 10  # of weights that a block has on their way: two blocks fit a multiprocessor
-Tiles = dict[tuple[int, int, int], Tile]  # (n, k, parts)
-
-# For steps of up to so many rows; the first that has the shape counts.
-TILES: tuple[tuple[int, Tiles], ...] = (
-    (
-        1,
-        {
-            # Qwen3-0.6B: QKV, O, gate and up, down, head
-            (4096, 1024, 1): Tile(16, 1024, 8),
-            (1024, 2048, 1): Tile(16, 1024, 16),
-            (6144, 1024, 2): Tile(32, 1024, 4),
-            (1024, 3072, 1): Tile(16, 1024, 8),
-            (151_936, 1024, 1): Tile(16, 1024, 4),
-            # Qwen3-8B
-            (6144, 4096, 1): Tile(16, 1024, 4, ahead=2),
-            (4096, 4096, 1): Tile(16, 1024, 4, ahead=2),
-            (24_576, 4096, 2): Tile(32, 1024, 8, ahead=2),
-            (4096, 12_288, 1): Tile(16, 1024, 4, ahead=3),
-            (151_936, 4096, 1): Tile(32, 1024, 8, ahead=2),
-        },
-    ),
-    (
-        4,
-        {
-            (4096, 1024, 1): Tile(16, 1024, 8),
-            (1024, 2048, 1): Tile(16, 1024, 8),
-            (6144, 1024, 2): Tile(32, 1024, 8),
-            (1024, 3072, 1): Tile(16, 1024, 8),
-            (151_936, 1024, 1): Tile(32, 1024, 8),
-        },
-    ),
-    (
-        16,
-        {
-            (4096, 1024, 1): Tile(32, 1024, 8),
-            (1024, 2048, 1): Tile(16, 1024, 8),
-            (6144, 1024, 2): Tile(32, 1024, 4),
-            (1024, 3072, 1): Tile(16, 1024, 8),
-            (151_936, 1024, 1): Tile(16, 1024, 4),
-        },
-    ),
-)
+Key = tuple[int, int, int, int]  # n, k, parts; and rows: for steps of up to so many
 
 
 def choose_tile(n: int, k: int, num_rows: int, parts: int = 1) -> Tile:
     """The measured tile for a ``[n, k]`` weight, of which gate and up are two ``parts``, or a fair
     one."""
-    for most_rows, tiles in TILES:
-        if num_rows <= most_rows and (n, k, parts) in tiles:
-            return tiles[n, k, parts]
+    measured = _measured()
+    for most_rows in (1, 2, 4, 8, 16):
+        if num_rows <= most_rows and (n, k, parts, most_rows) in measured:
+            return measured[n, k, parts, most_rows]
     rows = 16 * parts
     chunk = min(1024 // parts, max(64, 1 << (k - 1).bit_length()))
     return Tile(rows, chunk, min(8, chunk // 32), max(1, CHUNK_BYTES // (rows * chunk * 2)))
+
+
+def read_table(path: Path = PATH) -> dict[Key, Tile]:
+    """The tiles of a file."""
+    return {
+        (one["n"], one["k"], one["parts"], one["rows"]): Tile(*one["tile"])
+        for one in json.loads(path.read_text(encoding="utf-8"))
+    }
+
+
+def write_table(tiles: Iterable[tuple[Key, Tile]], path: Path = PATH) -> None:
+    """A file of tiles, one a line, in order of rows, then of parts and sides."""
+    lines = [
+        json.dumps(
+            {
+                "rows": rows,
+                "n": n,
+                "k": k,
+                "parts": parts,
+                "tile": [tile.rows, tile.chunk, tile.num_warps, tile.ahead],
+            }
+        )
+        for (n, k, parts, rows), tile in sorted(tiles, key=lambda one: (one[0][3], one[0][:3]))
+    ]
+    path.write_text("[\n " + ",\n ".join(lines) + "\n]\n", encoding="utf-8")
+
+
+_measured = cache(read_table)

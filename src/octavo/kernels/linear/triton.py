@@ -24,9 +24,7 @@ from typing import Any
 import triton.language as tl
 from torch import Tensor
 
-from octavo.attention.spec import Support
 from octavo.kernels.gluon import (
-    INTERPRETED,
     TensorDescriptor,
     constexpr_function,
     gl,
@@ -35,8 +33,7 @@ from octavo.kernels.gluon import (
     mma_v2,
     tma,
 )
-from octavo.kernels.linear.tiles import MAX_ROWS, Tile
-from octavo.kernels.triton_launch import dependent_launches
+from octavo.kernels.linear.tiles import Tile
 
 
 @constexpr_function
@@ -85,18 +82,6 @@ def chunks_early(ROWS, CHUNK, AHEAD, S):
 def tile_memory(ROWS, CHUNK):
     """Of weights [ROWS, CHUNK], as the copy engine lays them out."""
     return gl.NVMMASharedLayout.get_default_for([ROWS, CHUNK], gl.bfloat16)
-
-
-def can_multiply(num_rows: int, *columns: int) -> Support:
-    """Whether weights with so many columns can be multiplied here, by so many activation rows."""
-    if num_rows > MAX_ROWS:
-        return Support(False, f"{num_rows} rows are more than {MAX_ROWS}")
-    if not INTERPRETED and not dependent_launches():
-        return Support(False, "needs an NVIDIA GPU of compute capability 9.0 or more")
-    odd = [k for k in columns if k % 8]
-    if odd:
-        return Support(False, f"rows of {odd[0]} weights aren't a multiple of 16 bytes")
-    return Support(True)
 
 
 def describe(weight: Tensor, tile: Tile, parts: int = 1) -> Any:

@@ -9,13 +9,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from octavo.attention.spec import Support
 from octavo.kernels.gluon import gl, jit
 from octavo.kernels.linear.table import choose_tile
 from octavo.kernels.linear.tiles import Tile
 from octavo.kernels.linear.triton import (
     ask_for_weights,
-    can_multiply,
     chunks_ahead,
     chunks_early,
     describe,
@@ -26,15 +24,6 @@ from octavo.kernels.linear.triton import (
     total,
 )
 from octavo.kernels.triton_launch import dependent_launches
-from octavo.models.spec import DecoderSpec
-
-
-def supports(spec: DecoderSpec, num_rows: int) -> Support:
-    """Whether :func:`linear_add` covers ``out_proj`` or ``ffn_down`` with the ``reduce_add`` that
-    follows."""
-    if spec.post_norms:
-        return Support(False, "a sublayer's output is normed before it is added")
-    return can_multiply(num_rows, spec.q_size, spec.intermediate_size)
 
 
 def square_columns(n: int, k: int, num_rows: int, tile: Tile | None = None) -> int:

@@ -7,6 +7,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from octavo.kernels.triton_launch import dependent_launches
 
 
 def add_rms_norm(
@@ -30,7 +33,7 @@ def add_rms_norm(
     size = x.shape[1]
     out = None if weight is None else x.new_empty(count, size, dtype=dtype or x.dtype)
     if count:
-        block = triton.next_power_of_2(size)
+        block, dependent = triton.next_power_of_2(size), dependent_launches()
         _kernel[(count,)](
             x,
             delta,
@@ -41,14 +44,30 @@ def add_rms_norm(
             eps,
             SIZE=size,
             BLOCK=block,
+            DEPENDENT=dependent,
+            launch_pdl=dependent,
             num_warps=min(8, max(1, block // 512)),
         )
     return out
 
 
 @triton.jit
-def _kernel(x, delta, post_weight, rows, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _kernel(
+    x,
+    delta,
+    post_weight,
+    rows,
+    weight,
+    out,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
     """Grid: (rows,). What isn't given is None."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     i = tl.program_id(0).to(tl.int64)
     row = i if rows is None else tl.load(rows + i).to(tl.int64)
     cols = tl.arange(0, BLOCK)

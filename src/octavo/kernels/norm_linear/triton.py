@@ -8,13 +8,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from octavo.attention.spec import Support
 from octavo.kernels.gluon import gl, jit
 from octavo.kernels.linear.table import choose_tile
 from octavo.kernels.linear.tiles import Tile
 from octavo.kernels.linear.triton import (
     ask_for_weights,
-    can_multiply,
     chunks_ahead,
     chunks_early,
     describe,
@@ -27,12 +25,6 @@ from octavo.kernels.linear.triton import (
     total,
 )
 from octavo.kernels.triton_launch import dependent_launches
-from octavo.models.spec import DecoderSpec
-
-
-def supports(spec: DecoderSpec, num_rows: int) -> Support:
-    """Whether :func:`norm_linear` covers the products of ``norm_qkv`` and ``norm_head``."""
-    return can_multiply(num_rows, spec.hidden_size)
 
 
 def norm_linear(

@@ -6,6 +6,9 @@ block takes ``rows`` consecutive (token, query head) pairs of one row and one KV
 tightly, so that no group size wastes any, and reads the keys they may see. Keys that all of them
 see need no mask; only the tiles at the diagonal and at the window's edge have one. Softmax is
 the online one of FlashAttention 2 (Dao 2023).
+
+Tiles of keys begin at absolute multiples of their length, and a tile that a query sees nothing of
+changes no bit of it: what a query gets hangs on its own history, not on the chunk it comes in.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -161,7 +164,8 @@ def _prefill_kernel(
         oldest_query = prefix + tile * ROWS // GROUP
         newest_query = prefix + tl.minimum((tile * ROWS + ROWS - 1) // GROUP, num_queries - 1)
         stop = tl.maximum(newest_query + 1, 0)
-        start = tl.maximum(oldest_query - WINDOW + 1, 0) if WINDOW else 0
+        oldest_key = tl.maximum(oldest_query - WINDOW + 1, 0) if WINDOW else 0
+        start = oldest_key // TOKENS * TOKENS
         # All queries of the tile see the keys from plain_start up to plain_stop.
         plain_start = start
         if WINDOW:
@@ -203,6 +207,7 @@ def _prefill_kernel(
                 positions,
                 a,
                 b,
+                oldest_key,
                 stop,
                 table,
                 k_head,
@@ -236,6 +241,7 @@ def _attend(
     positions,
     start,
     stop,
+    first,
     last,
     table,
     k_head,
@@ -256,12 +262,15 @@ def _attend(
     WIDEN: tl.constexpr,
 ):
     """Online softmax over keys ``start`` to ``stop``, whole tiles of them unless ``MASKED``; no
-    key from ``last`` on is touched."""
+    key before ``first`` or from ``last`` on is touched. Products and sums are joined by hand, so
+    that tiles with a mask and without are rounded alike."""
     t = tl.arange(0, TOKENS)
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
     keys = start + t
-    block = tl.load(table + block_of(keys, BLOCK_SIZE), mask=keys < last, other=0)
+    block = tl.load(
+        table + block_of(keys, BLOCK_SIZE), mask=_held(keys, first, last, WINDOW), other=0
+    )
     for position in range(start, stop, TOKENS):
         keys = position + t
         slot = slot_of(keys, BLOCK_SIZE)
@@ -269,8 +278,8 @@ def _attend(
         k_mask = (d < HEAD_DIM)[None, :]
         v_mask = (dv < V_HEAD_DIM)[None, :]
         if MASKED:
-            k_mask &= (keys < last)[:, None]
-            v_mask &= (keys < last)[:, None]
+            k_mask &= _held(keys, first, last, WINDOW)[:, None]
+            v_mask &= _held(keys, first, last, WINDOW)[:, None]
         k = tl.load(
             k_head + (block64 * K_STRIDES[0] + slot * K_STRIDES[1])[:, None] + d[None, :],
             mask=k_mask,
@@ -301,9 +310,15 @@ def _attend(
         # A row that has seen no key yet: any finite yardstick will do; -inf - (-inf) is NaN.
         yardstick = tl.where(new_m == float("-inf"), 0.0, new_m) if MASKED else new_m
         discount = tl.exp2(m - yardstick)
-        weights = tl.exp2(scores * factor - yardstick[:, None])
-        l = l * discount + tl.sum(weights, 1)
+        weights = tl.exp2(tl.fma(scores, factor, -yardstick[:, None]))
+        l = tl.fma(l, discount, tl.sum(weights, 1))
         acc = acc * discount[:, None]
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
         m = new_m
     return acc, m, l
+
+
+@triton.jit
+def _held(keys, first, last, WINDOW: tl.constexpr):
+    """Which keys are there to be read: the window has left behind those before ``first``."""
+    return (keys >= first) & (keys < last) if WINDOW else keys < last

@@ -22,9 +22,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from octavo.attention.spec import AttentionSpec, Support
 from octavo.kernels.gluon import INTERPRETED, async_copy, constexpr_function, gl, jit, mma_v2
 from octavo.kernels.linear.tiles import MAX_ROWS
+from octavo.kernels.rope_attention.limits import NEEDS_HOPPER, refusal
 from octavo.kernels.triton_launch import dependent_launches
 
-MAX_GROUP = 14  # query heads of a KV head: with its key and value they are a tile of 16
 PARTIALS = 32  # merged at a time, and of them
 VALUES = 128  # in a thread: more would be spilled
 TILE_BYTES = 96 << 10  # of keys and values on their way: two blocks fit a multiprocessor
@@ -33,12 +33,14 @@ TILE_BYTES = 96 << 10  # of keys and values on their way: two blocks fit a multi
 @dataclass(frozen=True)
 class Cut:
     """How a step's history is cut: every row into ``splits`` shares of whole tiles of ``tokens``
-    keys. Right at every length; a CUDA graph is captured for one."""
+    keys, or, with ``share``, after every ``share`` keys into up to ``splits`` of them. Right at
+    every length (with ``share`` up to ``splits * share``); a CUDA graph is captured for one."""
 
     splits: int
     tokens: int
     num_warps: int
     num_stages: int
+    share: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,47 +55,55 @@ class Scratch:
 
 def supports(spec: AttentionSpec, num_rows: int) -> Support:
     """Whether :func:`rope_attention` serves such steps."""
-    group, rest = divmod(spec.num_heads, spec.num_kv_heads)
-    if spec.phase != "decode":
-        return Support(False, "rows have one query token each")
     if num_rows > MAX_ROWS:
         return Support(False, f"{num_rows} rows are more than {MAX_ROWS}")
-    if spec.dtype not in ("bfloat16", "float16"):
-        return Support(False, f"{spec.dtype} isn't one of bfloat16, float16")
     if not INTERPRETED and not dependent_launches():
-        return Support(False, "needs an NVIDIA GPU of compute capability 9.0 or more")
-    if spec.kv_dtype != spec.dtype:
-        return Support(False, f"stores keys and values as the queries' {spec.dtype}")
-    if rest:
-        heads = f"{spec.num_heads} query heads aren't a multiple of {spec.num_kv_heads}"
-        return Support(False, heads)
-    if group > MAX_GROUP:
-        return Support(False, f"{group} query heads a KV head are more than {MAX_GROUP}")
-    if spec.v_head_dim != spec.head_dim:
-        return Support(False, f"head_dim {spec.head_dim} isn't v_head_dim {spec.v_head_dim}")
-    if spec.head_dim > 256 or spec.head_dim % 8:
-        return Support(False, f"head_dim {spec.head_dim} is no multiple of 8 up to 256")
-    if spec.has_sinks:
-        return Support(False, "has no attention sinks")
-    if spec.split_mode != "auto":
-        return Support(False, f"splits by itself, not {spec.split_mode}")
-    return Support(True)
+        return Support(False, NEEDS_HOPPER)
+    reason = refusal(spec)
+    return Support(not reason, reason)
 
 
 def choose_cut(spec: AttentionSpec, num_rows: int, longest: int, num_sms: int = 132) -> Cut:
     """The cut for steps of ``num_rows`` rows whose longest has up to ``longest`` keys. Lengths are
-    taken in powers of two, so that a growing row meets few cuts."""
-    longest = max(128, triton.next_power_of_2(min(longest, spec.window or longest)))
-    slots = 2 * num_sms  # blocks that fit at once
-    splits = max(1, min(slots // (num_rows * spec.num_kv_heads), longest // 128))
-    if longest < 1 << 16:
+    taken in powers of two and halfway between, so that a growing row meets few cuts.
+
+    Measured on an H200 (bench/LOG.md, 2026-11-30): three blocks for two multiprocessors are best as
+    long as all rows together have up to 12K keys, as every share more is one more partial to merge;
+    above, two for each, as reading counts most.
+    """
+    if spec.split_mode != "auto":
+        return _cut_as_told(spec, longest)
+    longest = max(128, _rounded_up(min(longest, spec.window or longest)))
+    lines = num_rows * spec.num_kv_heads
+    few = num_rows * longest <= 12288
+    splits = max(
+        1, min((3 * num_sms // 2 if few else 2 * num_sms) // lines, triton.cdiv(longest, 128))
+    )
+    if not few and longest < 1 << 16:
         splits = 1 << (splits.bit_length() - 1)  # equal shares of a power of two
+    if 1024 < longest <= 1536:
+        splits = min(splits, 8)
     share = triton.cdiv(longest, splits)
-    wide = longest <= 1024 and share <= 128 and spec.head_dim <= 128
-    tokens = 128 if wide else 64
+    tokens = 128 if longest <= 1536 and share <= 192 and spec.head_dim <= 128 else 64
     tile_bytes = 4 * tokens * triton.next_power_of_2(spec.head_dim)  # keys and values
     stages = max(1, min(3, triton.cdiv(share, tokens), TILE_BYTES // tile_bytes))
     return Cut(splits, tokens, num_warps=4, num_stages=stages)
+
+
+def _cut_as_told(spec: AttentionSpec, longest: int) -> Cut:
+    """In ``off`` mode none; in ``fixed`` mode one that depends on the batch in its number only."""
+    share = spec.split_tokens if spec.split_mode == "fixed" else 0
+    splits = max(1, triton.cdiv(longest, share)) if share else 1
+    tokens = 64
+    tile_bytes = 4 * tokens * triton.next_power_of_2(spec.head_dim)
+    stages = max(1, min(3, triton.cdiv(share or longest, tokens), TILE_BYTES // tile_bytes))
+    return Cut(splits, tokens, 4, stages, share)
+
+
+def _rounded_up(length: int) -> int:
+    """To a power of two, or one and a half of one."""
+    power = int(triton.next_power_of_2(length))
+    return power * 3 // 4 if length <= power * 3 // 4 else power
 
 
 def make_scratch(spec: AttentionSpec, num_rows: int, splits: int) -> Scratch:
@@ -125,6 +135,7 @@ def rope_attention(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    lse: Tensor | None = None,
 ) -> None:
     """Attention of one new token a row, from its projections.
 
@@ -133,8 +144,9 @@ def rope_attention(
     of blocks that hold visible keys are read; ``seq_lens`` [R] int32, the new token included, whose
     position is ``seq_lens - 1``; ``slot_mapping`` [R] integers: where the new key and value are
     stored, nowhere if negative; ``cos``, ``sin`` [positions, rotary_dim / 2] fp32, contiguous;
-    ``q_norm``, ``k_norm`` [D] fp32, both or neither; ``out`` [R, H D]. A row of length 0 gets
-    zeros. Innermost dimensions are contiguous.
+    ``q_norm``, ``k_norm`` [D] fp32, both or neither; ``out`` [R, H D]; ``lse`` [R, H] fp32,
+    contiguous, where it is wanted. A row of length 0 gets zeros, and ``lse`` -inf. Innermost
+    dimensions are contiguous.
 
     One launch. Only ``qkv`` may be written by the kernel in front: history, ``block_table``,
     ``seq_lens`` and ``slot_mapping`` are read before that has ended.
@@ -154,6 +166,7 @@ def rope_attention(
         seq_lens,
         slot_mapping,
         out,
+        lse,
         scratch.out,
         scratch.m,
         scratch.l,
@@ -174,7 +187,9 @@ def rope_attention(
         WINDOW=spec.window or 0,
         SOFT_CAP=spec.soft_cap is not None,
         QK_NORM=q_norm is not None,
-        SINGLE=cut.splits == 1,
+        SINGLE=cut.splits == 1 and not cut.share,
+        SHARE=cut.share,
+        LSE=lse is not None,
         W=cut.num_warps,
         KEYS=cut.tokens // cut.num_warps,
         STAGES=cut.num_stages,
@@ -190,6 +205,8 @@ def rope_attention(
 def _merged_at_a_time(cut: Cut, group: int, head_dim: int) -> int:
     values = triton.next_power_of_2(group) * triton.next_power_of_2(head_dim)
     most = max(1, VALUES * 32 * cut.num_warps // values)
+    if cut.share:  # a row's sums may not depend on the longest row
+        return int(min(PARTIALS, most))
     return int(min(PARTIALS, triton.next_power_of_2(cut.splits), most))
 
 
@@ -206,6 +223,7 @@ def _rope_attention_kernel(
     seq_lens,
     slot_mapping,
     out,
+    lse,
     part_out,
     part_m,
     part_l,
@@ -227,6 +245,8 @@ def _rope_attention_kernel(
     SOFT_CAP: tl.constexpr,
     QK_NORM: tl.constexpr,
     SINGLE: tl.constexpr,
+    SHARE: tl.constexpr,
+    LSE: tl.constexpr,
     W: tl.constexpr,  # warps
     KEYS: tl.constexpr,  # of a tile, for each warp
     STAGES: tl.constexpr,
@@ -248,14 +268,20 @@ def _rope_attention_kernel(
     seq_len = gl.load(seq_lens + row)
     newest = seq_len - 1
     visible_from = gl.maximum(seq_len - WINDOW, 0) if WINDOW else 0
-    first_tile = visible_from // TOKENS
-    num_tiles = (seq_len + TOKENS - 1) // TOKENS - first_tile
-    begin = split * num_tiles // splits
-    end = (split + 1) * num_tiles // splits
-    start = gl.maximum((first_tile + begin) * TOKENS, visible_from)
-    stop = gl.minimum((first_tile + end) * TOKENS, newest)
-    ends_row = (begin < end) & (end == num_tiles)
-    first = (first_tile + begin) * TOKENS
+    if SHARE:
+        start = gl.maximum(split * SHARE, visible_from)
+        stop = gl.minimum((split + 1) * SHARE, newest)
+        ends_row = (split * SHARE < seq_len) & (seq_len <= (split + 1) * SHARE)
+        first = start
+    else:
+        first_tile = visible_from // TOKENS
+        num_tiles = (seq_len + TOKENS - 1) // TOKENS - first_tile
+        begin = split * num_tiles // splits
+        end = (split + 1) * num_tiles // splits
+        start = gl.maximum((first_tile + begin) * TOKENS, visible_from)
+        stop = gl.minimum((first_tile + end) * TOKENS, newest)
+        ends_row = (begin < end) & (end == num_tiles)
+        first = (first_tile + begin) * TOKENS
 
     # What is read before the wait: the first tiles, ...
     table = block_table + row64 * stride_table
@@ -451,6 +477,8 @@ def _rope_attention_kernel(
         answer = acc / gl.where(l > 0, l, 1.0)[:, None]
         places = outs + (heads[:, None] * HEAD_DIM + dv[None, :])
         gl.store(places, answer.to(out.dtype.element_ty), mask=of_head)
+        if LSE:
+            gl.store(lse + first_head + heads, _natural(m, l), mask=heads < GROUP)
     else:
         places = (first_head + heads) * splits + split
         gl.store(part_m + places, m, mask=heads < GROUP)
@@ -465,8 +493,10 @@ def _rope_attention_kernel(
                 part_m,
                 part_l,
                 outs,
-                first_head * splits,
+                lse,
+                first_head,
                 splits,
+                LSE,
                 GROUP,
                 HEADS,
                 HEAD_DIM,
@@ -483,8 +513,10 @@ def _merge_splits(
     part_m,
     part_l,
     outs,
-    first_place,
+    lse,
+    first_head,
     splits,
+    LSE: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -505,6 +537,7 @@ def _merge_splits(
     m = gl.full([HEADS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, ANSWER))
     l = gl.zeros([HEADS], gl.float32, layout=gl.SliceLayout(1, ANSWER))
     acc = gl.zeros([HEADS, D], gl.float32, layout=ANSWER)
+    first_place = first_head * splits
     for i in range(0, splits, MERGED):
         # Read past the L1, where older ones may lie.
         places = first_place + part_head[None, :] * splits + (i + part)[:, None]
@@ -530,6 +563,14 @@ def _merge_splits(
         answer.to(outs.dtype.element_ty),
         mask=(heads < GROUP)[:, None] & (dv < HEAD_DIM)[None, :],
     )
+    if LSE:
+        gl.store(lse + first_head + heads, _natural(m, l), mask=heads < GROUP)
+
+
+@jit
+def _natural(m, l):
+    """The natural log-sum-exp of a largest score and a sum in base 2; -inf where there is none."""
+    return (m + gl.log2(gl.where(l > 0, l, 1.0))) * 0.6931471805599453
 
 
 @jit

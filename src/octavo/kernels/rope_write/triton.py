@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from octavo.kernels.triton_launch import dependent_launches
 
@@ -34,7 +34,7 @@ def rope_write(
     [H + Hkv, D] float32. Caches [blocks, block_size, Hkv, D], innermost dimension contiguous.
     One launch, no waiting.
     """
-    num_tokens = len(qkv)
+    num_tokens, dependent = len(qkv), dependent_launches()
     block_size, num_kv_heads, head_dim = k_cache.shape[1:]
     q = qkv.new_empty(num_tokens, num_heads, head_dim)
     if num_tokens:
@@ -58,7 +58,8 @@ def rope_write(
             HALF=cos.shape[1],
             BLOCK_D=triton.next_power_of_2(head_dim),
             HEADS=HEADS,
-            EARLY=dependent_launches(),
+            DEPENDENT=dependent,
+            launch_pdl=dependent,
             num_warps=HEADS,
         )
     return q
@@ -85,12 +86,13 @@ def _kernel(
     HALF: tl.constexpr,  # of the elements that are rotated
     BLOCK_D: tl.constexpr,
     HEADS: tl.constexpr,
-    EARLY: tl.constexpr,  # lets the attention kernel find its share before this one ends
+    DEPENDENT: tl.constexpr,
 ):
     """Grid: (blocks of heads, T). An element is loaded with its partner in the rotation; queries
     go to a place of their own, as in place another warp might still need the partner."""
-    if EARLY:
-        gdc_launch_dependents()
+    if DEPENDENT:
+        gdc_launch_dependents()  # the attention kernel finds its share before this one ends
+        gdc_wait()
     token = tl.program_id(1).to(tl.int64)
     head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     d = tl.arange(0, BLOCK_D)

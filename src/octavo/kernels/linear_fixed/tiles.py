@@ -1,0 +1,52 @@
+"""How a product whose sums don't depend on the batch is cut.
+
+What decides the bits is :func:`num_leaves`, and how K is walked within a leaf: both come from the
+weight's shape alone. A tile only says which block computes what.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["decode", "prefill"]
+
+_LEAF = 256  # columns of the shortest leaf
+_BLOCKS = 128  # as many as an H200 has multiprocessors, about
+_ROWS = 64  # of a weight: what one instruction takes
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A block has ``rows`` weight rows and ``tokens`` activation rows, walks K ``chunk`` columns at
+    a time, and has ``stages`` chunks on their way."""
+
+    rows: int
+    tokens: int
+    chunk: int
+    num_warps: int
+    stages: int
+
+
+def num_leaves(n: int, k: int, kind: Kind) -> int:
+    """Into how many equal parts the K columns of a ``[n, k]`` weight are cut, each with a sum of
+    its own; the sums are added up in order. In decode so many that a few weight rows fill a GPU,
+    else one."""
+    if kind == "prefill" or k % _LEAF:
+        return 1
+    most = k // _LEAF
+    return next((c for c in range(1, most) if n * c >= _BLOCKS * _ROWS and most % c == 0), most)
+
+
+def choose_tile(n: int, num_tokens: int, kind: Kind, *, wide: bool) -> Tile:
+    """The tile for so many activation rows; ``wide``: they are in float32."""
+    if wide:  # multiplied without tensor cores
+        return Tile(rows=64, tokens=16, chunk=32, num_warps=4, stages=2)
+    if kind == "decode":
+        tokens = min(128, max(16, 1 << (num_tokens - 1).bit_length()))
+        rows = 128 if tokens > 32 and n >= 2 * _BLOCKS * _ROWS else 64
+        chunk = 128 if tokens <= 32 else 64
+        return Tile(rows, tokens, chunk, num_warps=4 if rows == 64 else 8, stages=4)
+    if -(-n // 128) * -(-num_tokens // 256) >= _BLOCKS:
+        return Tile(rows=128, tokens=256, chunk=64, num_warps=8, stages=3)
+    return Tile(rows=64, tokens=64 if num_tokens <= 64 else 128, chunk=64, num_warps=4, stages=4)

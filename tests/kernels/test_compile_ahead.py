@@ -1,0 +1,47 @@
+"""Kernels compiled ahead by other processes, for Hopper, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+pytest.importorskip("triton.backends.nvidia")
+
+from octavo.runtime import cuda_load
+
+TESTS = Path(__file__).parents[1]
+
+
+def test_launches_find_what_other_processes_compiled(tmp_path: Path) -> None:
+    """Also beside one that can't be compiled."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(TESTS), "TRITON_CACHE_DIR": str(tmp_path)}
+    script = [sys.executable, "-m", "helpers.compile_ahead"]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {
+        "noted": [["gated", "_kernel"], ["norm_linear", "_norm_linear_kernel"]],
+        "processes": 2,
+        "processes of the second time": 0,
+        "in the cache": [True, True],
+    }
+    assert "compiling 3 kernels" in done.stderr
+    assert "left to their launch: AttributeError" in done.stderr
+    assert "no_such_kernel" in done.stderr
+
+
+def test_what_goes_wrong_ahead_is_left_to_the_launches(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(launch: object) -> None:
+        raise KeyError("is_manual_warmup")
+
+    monkeypatch.setattr(cuda_load, "note_kernels", fail)
+    cuda_load.compile_ahead(None, None, 1)  # type: ignore[arg-type]
+    assert "compiled one after the other" in caplog.text
