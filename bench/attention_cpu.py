@@ -2,12 +2,13 @@
 
     python bench/attention_cpu.py [--kv-dtype bfloat16] [--lengths 512,4096,32768]
 
-One query token attends to a history of the given length. Each call reads another part of 256 MB of
-keys and values, as the layers of a model do, so that they come from memory; blocks lie in the
-order in which a fresh pool hands them out (``--shuffled`` for the worst). SDPA gets
-the best it can have: contiguous keys and values, repeated for the query heads by ``enable_gqa``
-(bfloat16 ones beside int8, which it doesn't take). Both read numpy's memory, which is in huge
-pages, as the cpu runtime's pools are.
+One query token attends to a history of the given length, in layer after layer of a model whose
+keys and values are 256 MB, so that they come from memory. Ours is one program of all layers, as
+the cpu runtime makes it: no Python stands between two of them. Blocks lie in the order in which
+a fresh pool hands them out (``--shuffled`` for the worst). SDPA gets the best it can have:
+contiguous keys and values, repeated for the query heads by ``enable_gqa`` (bfloat16 ones beside
+int8, which it doesn't take). Both read numpy's memory, which is in huge pages, as the cpu
+runtime's pools are.
 Read bandwidth is measured between the cells, by summing 256 MB with the same threads. A repetition
 counts as clean when no thread of ours was preempted; the median of the clean ones is shown (of
 all, marked with ``*``, where there are none). Ends with one line of JSON.
@@ -28,8 +29,10 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from octavo.attention import AttentionBatch, AttentionSpec
+from octavo.attention import AttentionSpec
 from octavo.attention.backends.cpu import KV_BYTES, CpuCandidate
+from octavo.attention.cpu_step import CpuPlan, decode_calls
+from octavo.kernels.program import Program
 from octavo.kernels.read.cpu import Reader
 from octavo.kernels.team import team
 
@@ -92,33 +95,33 @@ def measure(
         v_head_dim=head_dim,
         scale=head_dim**-0.5,
     )
-    candidate = CpuCandidate()
-    backend = candidate.open(spec)
     blocks = length // BLOCK
-    one = candidate.kv_layout(spec, blocks)
+    one = CpuCandidate().kv_layout(spec, blocks)
     kv_bytes = (prod(one.k_shape) + prod(one.v_shape)) * KV_BYTES[kv_dtype]
-    copies = max(2, POOL_BYTES // kv_bytes)
-    layout = candidate.kv_layout(spec, copies * blocks)
-    k_cache, v_cache = (random_pool(shape, kv_dtype) for shape in (layout.k_shape, layout.v_shape))
-    q = torch.randn(1, heads, head_dim)
-    ids = np.arange(copies * blocks, dtype=np.int32)
-    if shuffled:
-        np.random.default_rng(0).shuffle(ids)
-    plans = [
-        backend.plan(
-            AttentionBatch(np.array([0, 1], np.int32), np.array([length], np.int32), table[None])
-        )
-        for table in ids.reshape(copies, blocks)
+    layers = max(2, POOL_BYTES // kv_bytes)
+    layout = CpuCandidate().kv_layout(spec, layers * blocks)
+    pools = [
+        random_pool(each, kv_dtype).view(torch.uint8).numpy().reshape(layers, -1)
+        for each in (layout.k_shape, layout.v_shape)
     ]
-
-    def ours() -> None:
-        for plan in plans:
-            backend.run(q, k_cache, v_cache, plan)
-
-    us, clean = timed(ours, seconds)
-    gb_s = kv_bytes * copies / us / 1e3
+    table = np.arange(blocks, dtype=np.int32)
+    if shuffled:
+        np.random.default_rng(0).shuffle(table)
+    plan = CpuPlan(spec, team().num_threads)
+    plan.fill(np.array([0, 1], np.int32), np.array([length], np.int32), 1, table[None])
+    q = torch.randn(1, heads, head_dim)
+    out = np.empty_like(q.numpy())
+    program = Program(
+        [
+            call
+            for k, v in zip(*pools, strict=True)
+            for call in decode_calls(spec, plan, q=q.numpy(), out=out, k_cache=k, v_cache=v)
+        ]
+    )
+    us, clean = timed(lambda: team().run(program), seconds)
+    gb_s = kv_bytes * layers / us / 1e3
     read = read_bandwidth(seconds / 2)
-    contiguous = (copies, 1, kv_heads, length, head_dim)
+    contiguous = (layers, 1, kv_heads, length, head_dim)
     sdpa_dtype = "bfloat16" if kv_dtype == "int8" else kv_dtype
     keys, values = (random_pool(contiguous, sdpa_dtype) for _ in "kv")
     query = q.to(keys.dtype)[:, :, None]
@@ -133,13 +136,13 @@ def measure(
         "kv_heads": kv_heads,
         "head_dim": head_dim,
         "tokens": length,
-        "splits": int(plans[0].splits.num_splits[0]),
-        "us": us / copies,
+        "splits": int(plan.splits.num_splits[0]),
+        "us": us / layers,
         "mark": " " if clean else "*",
         "gb_s": gb_s,
         "read_gb_s": read,
         "share": gb_s / read,
-        "sdpa_us": sdpa_us / copies,
+        "sdpa_us": sdpa_us / layers,
         "faster": sdpa_us / us,
     }
 
@@ -159,7 +162,8 @@ def random_pool(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
 def timed(call: Callable[[], None], seconds: float) -> tuple[float, bool]:
     """Median microseconds of the repetitions in which we weren't preempted, if there are any."""
     call()
-    clean, every = [], []
+    clean: list[float] = []
+    every: list[float] = []
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(every) < 3:
         preempted = resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw

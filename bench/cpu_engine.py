@@ -2,14 +2,16 @@
 
     make bench-cpu                # or: python bench/cpu_engine.py --llama-python /path/to/python
     python bench/cpu_engine.py --quick
+    python bench/cpu_engine.py --measures decode,int8 --contexts 4096,8064
 
 Each engine is a process of its own that measures on demand, one at a time; llama.cpp is a build of
 llama-cpp-python made for this CPU, under the Python that ``--llama-python`` names, and is measured
 with flash attention on and off, of which the better counts. Decode figures are tokens a second
 behind a prompt that is cached; prefill figures are prompt tokens a second to the first token.
-Each is the median of several turns. "of read" says what share of the memory bandwidth, measured
-between the turns over as many bytes, the bytes of Octavo's step come to. Prints a table, then one
-line of JSON.
+Each is the median of several turns. "of limit" says how near Octavo comes to the machine, measured
+right after the turns: the bytes of a decode step against the bandwidth of reading as many, the
+operations of a prompt's products against the rate of the int8 dot product in registers. Prints a
+table, then one line of JSON.
 """
 
 from __future__ import annotations
@@ -23,11 +25,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from octavo.checkpoint import open_checkpoint, resolve_model, weights_nbytes
+from octavo.checkpoint.tensor import Checkpoint
 from octavo.host import granted_cores
 
 HERE = Path(__file__).parent
@@ -35,6 +39,7 @@ CONTEXTS = (32, 1024, 4096, 8064)  # SmolLM2 ends at 8,192
 PREFILLS = (512, 2048)
 LONGEST = 8192
 CONCURRENT, CONCURRENT_PROMPT, CONCURRENT_STEPS = 8, 32, 64
+MEASURES = ("prefill", "decode", "int8", "memory", "concurrent", "busy", "start")
 
 
 class Engine:
@@ -117,14 +122,12 @@ def serve(settings: dict[str, Any]) -> None:
         run(prompts, steps)
         return len(prompts) * steps / (time.perf_counter() - begin)
 
-    def bandwidth(nbytes: int) -> float:
-        return read_bandwidth(nbytes)
-
     tasks: dict[str, Callable[..., Any]] = {
         "prefill": prefill,
         "decode": decode,
         "concurrent": concurrent,
-        "bandwidth": bandwidth,
+        "bandwidth": read_bandwidth,
+        "int8_rate": int8_rate,
         "resident": resident,
     }
     for line in sys.stdin:
@@ -148,6 +151,17 @@ def read_bandwidth(nbytes: int) -> float:
         team().run(program)
         times.append(time.perf_counter() - begin)
     return nbytes / min(times[1:])
+
+
+def int8_rate() -> float:
+    """Operations a second of the team's best int8 dot product: the best of five."""
+    from cpu_linear import dot_operations, dot_program, seconds
+
+    from octavo.kernels.levels import level
+    from octavo.kernels.team import team
+
+    program = dot_program(level(), team())
+    return dot_operations(level(), team()) / min(seconds(team(), program) for _ in range(6))
 
 
 def resident() -> int:
@@ -211,7 +225,53 @@ def decoding(engine: Engine, ids: list[int], steps: int) -> Callable[[int], floa
     return lambda _: 1 / engine("decode", ids=ids, steps=steps)
 
 
+class Table:
+    """Rows of figures, printed as they come. ``ours`` tells what the machine can do."""
+
+    def __init__(self, ours: Engine) -> None:
+        self._ours = ours
+        self.rows: list[dict[str, Any]] = []
+        print(f"{'':34s}{'octavo':>10s}{'llama.cpp':>11s}{'ratio':>8s}{'of limit':>10s}")
+
+    def add(
+        self,
+        figure: str,
+        unit: str,
+        values: list[float],
+        *,
+        nbytes: float = 0.0,
+        operations: float = 0.0,
+        **more: float,
+    ) -> None:
+        """Our figure, then llama.cpp's with and without flash attention: the larger counts.
+        ``nbytes`` are read, or so many operations done, for one of what the figure counts."""
+        best = max(values[1:], default=None)
+        share = None
+        if nbytes:
+            share = nbytes * values[0] / self._ours("bandwidth", nbytes=int(nbytes))
+        if operations:
+            share = operations * values[0] / self._ours("int8_rate")
+        row = {"figure": figure, "unit": unit, "octavo": values[0], "llama.cpp": best}
+        row |= {"ratio": values[0] / best if best else None, "of limit": share, **more}
+        self.rows.append(row)
+
+        def cell(name: str, width: int, form: str) -> str:
+            value = row[name]
+            return " " * width if value is None else f"{value:>{width}{form}}"
+
+        digits = ".2f" if unit == "s" else ",.0f"
+        notes = "".join(f"  {name} {value:.2f}" for name, value in more.items())
+        print(
+            f"{f'{figure}, {unit}':34s}{cell('octavo', 10, digits)}{cell('llama.cpp', 11, digits)}"
+            f"{cell('ratio', 8, '.2f')}{cell('of limit', 10, '.0%')}{notes}",
+            flush=True,
+        )
+
+
 def main() -> None:
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in text.split(",")]
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="a .gguf file; the embedded SmolLM2 by default")
     parser.add_argument(
@@ -220,85 +280,72 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=granted_cores())
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="contexts 32 and 1,024, prefill 512")
-    parser.add_argument("--skip-busy", action="store_true", help="no run beside a busy process")
+    parser.add_argument("--measures", default=",".join(MEASURES), help="some of the default")
+    parser.add_argument("--contexts", type=numbers, default=CONTEXTS, help="of decode and int8")
+    parser.add_argument("--prefills", type=numbers, default=PREFILLS)
     given = parser.parse_args()
+    wanted = given.measures.split(",")
+    if unknown := set(wanted) - set(MEASURES):
+        parser.error(f"--measures {', '.join(sorted(unknown))}: not among {', '.join(MEASURES)}")
+    contexts = CONTEXTS[:2] if given.quick else given.contexts
+    prefills = PREFILLS[:1] if given.quick else given.prefills
     path = str(resolve_model(given.model))
     checkpoint = open_checkpoint(Path(path))
     vocab_size = checkpoint.config["vocab_size"]
-    contexts = CONTEXTS[:2] if given.quick else CONTEXTS
-    prefills = PREFILLS[:1] if given.quick else PREFILLS
 
     ours = octavo(path, given.threads)
-    ours_int8 = octavo(path, given.threads, kv_cache_dtype="int8") if not given.quick else None
-    theirs = (
-        [llama(given.llama_python, path, given.threads, flash) for flash in (True, False)]
-        if given.llama_python
-        else []
-    )
-    rows: list[dict[str, Any]] = []
+    with_int8 = "int8" in wanted and not given.quick
+    ours_int8 = [octavo(path, given.threads, kv_cache_dtype="int8")] if with_int8 else []
+    theirs = []
+    if given.llama_python:
+        theirs = [llama(given.llama_python, path, given.threads, flash) for flash in (True, False)]
+    table = Table(ours)
 
-    def row(name: str, unit: str, values: list[float], nbytes: float = 0.0) -> None:
-        """Our figure, then llama.cpp's with and without flash attention: the larger counts."""
-        best = max(values[1:], default=None)
-        share = None
-        if nbytes:
-            share = nbytes * values[0] / ours("bandwidth", nbytes=int(nbytes))
-        rows.append(
-            {
-                "figure": name,
-                "unit": unit,
-                "octavo": values[0],
-                "llama.cpp": best,
-                "ratio": values[0] / best if best else None,
-                "of read": share,
-            }
-        )
-        print(_line(rows[-1]), flush=True)
-
-    print(_HEADER)
-    for length in prefills:
-        ids = [prompt(length, seed, vocab_size) for seed in range(given.turns + 1)]
-        measures = [prefilling(engine, ids) for engine in [ours, *theirs]]
-        row(f"prefill {length:,}", "tok/s", alternate(given.turns, *measures))
+    if "prefill" in wanted:
+        for length in prefills:
+            ids = [prompt(length, seed, vocab_size) for seed in range(given.turns + 1)]
+            measures = [prefilling(engine, ids) for engine in [ours, *theirs]]
+            values = alternate(given.turns, *measures)
+            operations = 2 * layer_weights(checkpoint)
+            table.add(f"prefill {length:,}", "tok/s", values, operations=operations)
     weights = weights_nbytes(checkpoint)
-    for context in contexts:
+    for context in contexts if {"decode", "int8"} & set(wanted) else ():
         ids_ = prompt(context, 1000 + context, vocab_size)
         steps = 64 if context <= 1024 else 32
-        measures = [decoding(engine, ids_, steps) for engine in [ours, *theirs]]
-        values = alternate(given.turns, *measures)
-        kv = kv_bytes(checkpoint.config, 2) * (context + steps / 2)
-        row(f"decode at {context:,}", "tok/s", values, weights + kv)
-        if ours_int8 is not None and context == CONTEXTS[-1]:
-            [value] = alternate(given.turns, decoding(ours_int8, ids_, steps))
-            kv = kv_bytes(checkpoint.config, 1) * (context + steps / 2)
-            row(f"decode at {context:,}, int8 KV", "tok/s", [value, *values[1:]], weights + kv)
-    rows.append({"figure": "resident memory", "unit": "MB"})
-    sizes = [ours("resident") / 1e6, *(engine("resident") / 1e6 for engine in theirs[:1])]
-    rows[-1] |= {"octavo": sizes[0], "llama.cpp": sizes[1] if theirs else None}
-    rows[-1]["ratio"] = sizes[0] / sizes[1] if theirs else None
-    print(_line(rows[-1]))
-    several = [prompt(CONCURRENT_PROMPT, 50 + i, vocab_size) for i in range(CONCURRENT)]
-    measures = [
-        lambda _, e=engine: e("concurrent", prompts=several, steps=CONCURRENT_STEPS)
-        for engine in [ours, *theirs]
-    ]
-    row(f"{CONCURRENT} concurrent", "tok/s", alternate(given.turns, *measures))
-    if not given.skip_busy:
+        engines = [ours, *ours_int8, *theirs]
+        first, *others = alternate(given.turns, *(decoding(e, ids_, steps) for e in engines))
+        mean = context + steps / 2
+        nbytes = weights + kv_bytes(checkpoint.config, 2) * mean
+        llamas = others[len(ours_int8) :]
+        table.add(f"decode at {context:,}", "tok/s", [first, *llamas], nbytes=nbytes)
+        for value in others[: len(ours_int8)]:
+            nbytes = weights + kv_bytes(checkpoint.config, 1) * mean
+            name = f"decode at {context:,}, int8 KV"
+            table.add(name, "tok/s", [value, *llamas], nbytes=nbytes)
+    if "memory" in wanted:
+        sizes = [engine("resident") / 1e6 for engine in [ours, *theirs[:1]]]
+        table.add("resident memory", "MB", sizes)
+    if "concurrent" in wanted:
+        several = [prompt(CONCURRENT_PROMPT, 50 + i, vocab_size) for i in range(CONCURRENT)]
+        measures = [
+            lambda _, e=engine: e("concurrent", prompts=several, steps=CONCURRENT_STEPS)
+            for engine in [ours, *theirs]
+        ]
+        table.add(f"{CONCURRENT} concurrent", "tok/s", alternate(given.turns, *measures))
+    if "busy" in wanted:
         ids_ = prompt(32, 1032, vocab_size)
-        quiet = next(one["octavo"] for one in rows if one["figure"] == "decode at 32")
+        [quiet] = alternate(given.turns, decoding(ours, ids_, 32))
         with busy_process():
             measures = [decoding(engine, ids_, 32) for engine in [ours, *theirs]]
             values = alternate(given.turns, *measures)
-        row("decode at 32, one busy process", "tok/s", values)
-        rows[-1]["of quiet"] = values[0] / quiet
-        print(f"{'':34s}{values[0] / quiet:.2f} of the quiet speed")
-    for engine in [ours, *theirs, *([] if ours_int8 is None else [ours_int8])]:
+        share = values[0] / quiet
+        table.add("decode at 32, one busy process", "tok/s", values, **{"of quiet": share})
+    for engine in [ours, *theirs, *ours_int8]:
         engine.close()
-
-    run = [str(Path(sys.executable).with_name("octavo")), "run", path, "-p", "Once upon a time"]
-    start = median(start_seconds([*run, "--max-tokens", "8"]) for _ in range(given.turns))
-    rows.append({"figure": "process start to first token", "unit": "s", "octavo": start})
-    print(_line(rows[-1]))
+    if "start" in wanted:
+        run = [str(Path(sys.executable).with_name("octavo")), "run", path, "-p", "Once upon a time"]
+        start = median(start_seconds([*run, "--max-tokens", "8"]) for _ in range(given.turns))
+        table.add("process start to first token", "s", [start])
     report = {
         "bench": "cpu_engine",
         "model": Path(path).name,
@@ -306,31 +353,24 @@ def main() -> None:
         "cpu": _cpu_name(),
         "turns": given.turns,
         "engine": ours.hello,
-        "rows": rows,
+        "rows": table.rows,
     }
     print(json.dumps(report))
+
+
+def layer_weights(checkpoint: Checkpoint) -> int:
+    """Weights that every token is multiplied with: the matrices of the layers."""
+    return sum(
+        prod(tensor.shape)
+        for name, tensor in checkpoint.tensors.items()
+        if ".layers." in name and len(tensor.shape) == 2
+    )
 
 
 def kv_bytes(config: dict[str, Any], size: int) -> int:
     """Bytes of keys and values of one token in all layers; windows are not looked at."""
     return (
         2 * size * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
-    )
-
-
-_HEADER = f"{'':34s}{'octavo':>10s}{'llama.cpp':>11s}{'ratio':>8s}{'of read':>9s}"
-
-
-def _line(row: dict[str, Any]) -> str:
-    def cell(name: str, width: int, form: str) -> str:
-        value = row.get(name)
-        return " " * width if value is None else f"{value:>{width}{form}}"
-
-    digits = ".2f" if row["unit"] == "s" else ",.0f"
-    name = f"{row['figure']}, {row['unit']}"
-    return (
-        f"{name:34s}{cell('octavo', 10, digits)}{cell('llama.cpp', 11, digits)}"
-        f"{cell('ratio', 8, '.2f')}{cell('of read', 9, '.0%')}"
     )
 
 

@@ -4,6 +4,7 @@ Their numbers are those of the project's collection (tests named t1 ... t29; T1,
 T18, T23, T25, T26, T28 and T29 have more in tests/unit). Every pool here is NaN wherever a row's
 live keys don't lie: the tail of its last block, block 0, blocks of nobody, blocks that its window
 has left behind; table entries that hold nothing are -1 (T9). T22 is the Ascend adapter's.
+Keys and values are numbers that bfloat16 and int8 hold exactly, so all dtypes have one answer.
 """
 
 from dataclasses import replace
@@ -11,15 +12,48 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers.attention import Rows, fill_pool, make_rows, make_spec, num_blocks, oracle, run
+from helpers import attention as helpers
+from helpers.attention import Rows, fill_pool, make_spec, num_blocks, oracle, run
 
 from octavo.attention import AttentionBatch, SplitPlan, merge_lse, plan_splits
 from octavo.attention.backends.cpu import CpuCandidate
 from octavo.attention.backends.reference import ReferenceCandidate
+from octavo.verify.problems import held
+
+
+class CpuWith(CpuCandidate):
+    """Stores keys and values in another dtype than a test's spec says."""
+
+    def __init__(self, kv_dtype):
+        self.kv_dtype = kv_dtype
+
+    def supports(self, spec):
+        return super().supports(replace(spec, kv_dtype=self.kv_dtype))
+
+    def kv_layout(self, spec, num_blocks):
+        return super().kv_layout(replace(spec, kv_dtype=self.kv_dtype), num_blocks)
+
+    def open(self, spec):
+        return super().open(replace(spec, kv_dtype=self.kv_dtype))
+
 
 both = pytest.mark.parametrize(
     "candidate", [ReferenceCandidate(), CpuCandidate()], ids=["reference", "cpu"]
 )
+every = pytest.mark.parametrize(
+    "candidate",
+    [ReferenceCandidate(), CpuCandidate(), CpuWith("bfloat16"), CpuWith("int8")],
+    ids=["reference", "cpu", "cpu, bfloat16", "cpu, int8"],
+)
+
+
+def make_rows(spec, *lens, **options):
+    rows = helpers.make_rows(spec, *lens, **options)
+    rows.keys, rows.values = (
+        [held(torch.from_numpy(x), replace(spec, kv_dtype="int8")).numpy() for x in side]
+        for side in (rows.keys, rows.values)
+    )
+    return rows
 
 
 def check(spec, rows, got, atol=1e-5):
@@ -45,7 +79,7 @@ def cut(spec, lens, splits):
     )
 
 
-@both
+@every
 def test_t3_fewer_keys_than_splits(candidate):
     spec = make_spec()
     for splits in (4, 16):
@@ -54,7 +88,7 @@ def test_t3_fewer_keys_than_splits(candidate):
         check(spec, rows, run(candidate, spec, rows, splits=cut(spec, lens, splits)))
 
 
-@both
+@every
 def test_t4_t11_short_lengths_with_every_plan(candidate):
     """Each length up to two blocks, cut by auto, by hand, and at sizes that fit no tile."""
     lens = list(range(1, 33))
@@ -68,7 +102,7 @@ def test_t4_t11_short_lengths_with_every_plan(candidate):
         check(fixed, rows, run(candidate, fixed, rows))
 
 
-@both
+@every
 @pytest.mark.parametrize("cores", [1, 7, 76, 132, 264, 396])
 def test_t5_any_number_of_cores(candidate, cores):
     spec = make_spec()
@@ -78,7 +112,7 @@ def test_t5_any_number_of_cores(candidate, cores):
     check(spec, rows, run(candidate, spec, rows, splits=splits))
 
 
-@both
+@every
 @pytest.mark.parametrize("mode", ["off", "auto", "fixed"])
 def test_t6_t7_pad_rows_are_zero_and_touch_nobody(candidate, mode):
     """Sizes 3 of 4 and 5 of 8; a pad row has no keys and a table of -1."""
@@ -117,7 +151,7 @@ def test_t9_page_4_length_13():
     check(spec, rows, run(ReferenceCandidate(), spec, rows))
 
 
-@both
+@every
 def test_t9_any_table_entry_that_holds_nothing(candidate):
     """Stale ids and -1 alike: what is past the end or behind the window isn't looked at."""
     spec = make_spec(window=20)
@@ -132,7 +166,7 @@ def test_t9_any_table_entry_that_holds_nothing(candidate):
         check(spec, rows, (out.numpy(), lse.numpy()))
 
 
-@both
+@every
 def test_t10_uniform_weights(candidate):
     """A query of zeros: the mean of the values, at lengths just past a tile."""
     spec = make_spec()
@@ -145,7 +179,7 @@ def test_t10_uniform_weights(candidate):
         np.testing.assert_allclose(lse[row], np.log(n), atol=1e-6)
 
 
-@both
+@every
 def test_t12_queries_that_are_part_of_a_larger_array(candidate):
     spec = make_spec(split_mode="fixed", split_tokens=64)
     rows = make_rows(spec, [100, 300])
@@ -172,7 +206,7 @@ def test_t13_t16_t27_numbers_of_splits_agree_in_a_batch(candidate):
         np.testing.assert_allclose(lse, wanted[1], atol=2e-6)
 
 
-@both
+@every
 def test_t14_our_lse_is_natural(candidate):
     """Prefix 3,072 and suffix 64, attended apart and merged outside, as two candidates would."""
     spec = make_spec()
@@ -215,7 +249,7 @@ def test_t17_t19_addresses_past_32_bits(candidate):
     np.testing.assert_allclose(lse.numpy(), oracle(spec, rows)[1], atol=1e-5)
 
 
-@both
+@every
 def test_t20_t21_a_plan_is_of_its_own_step(candidate):
     """One backend through growing and shrinking lengths, each step against the truth."""
     spec = make_spec()
@@ -227,7 +261,7 @@ def test_t20_t21_a_plan_is_of_its_own_step(candidate):
         check(spec, rows, (out.numpy(), lse.numpy()))
 
 
-@both
+@every
 @pytest.mark.parametrize("mode", ["off", "auto", "fixed"])
 @pytest.mark.parametrize("window", [1, 5, 16, 23, 128, 4096, 5000])
 def test_t23_windows(candidate, mode, window):
@@ -250,7 +284,7 @@ def test_t24_no_head_bleeds_into_another(candidate, group):
     np.testing.assert_allclose(out[:, group:], 2, atol=1e-6)
 
 
-@both
+@every
 @pytest.mark.parametrize("block_size", [1, 7, 16, 48, 112, 256, 544])
 def test_t25_block_sizes(candidate, block_size):
     spec = make_spec(block_size=block_size)

@@ -78,7 +78,7 @@ def test_only_the_wanted_logits(model: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
-        ("llama", {"attention_bias": True}),
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
         ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
         ("llama", {"num_key_value_heads": 1}),
         ("llama", {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}),

@@ -15,7 +15,7 @@ from octavo.kernels.levels import usable_levels
 from octavo.kernels.linear import reference
 from octavo.kernels.linear.cpu import linear
 from octavo.kernels.linear.cpu_q8 import q8_row_bytes, q8_rows, quantize_row
-from octavo.kernels.linear.packing import PackedLinear, pack
+from octavo.kernels.linear.packing import PackedLinear, in_packed_order, pack
 from octavo.kernels.program import Program
 from octavo.kernels.team import Team
 
@@ -178,12 +178,16 @@ def test_gate_and_up_in_one(format, mode, activation, level):
     for width in (16, 17, 96):
         gate, up = make(format, width, 64, seed=4), make(format, width, 64, seed=5)
         x = activations(9, 64)
-        y = run(packed(format, gate, up, gated=True), x, mode, level, activation=activation)
+        weights = packed(format, gate, up, gated=True)
         both = run(packed(format, gate, up), x, mode, level)
-        g, u = (torch.from_numpy(part).double() for part in (both[:, :width], both[:, width:]))
         eye = torch.eye(2 * width, dtype=torch.float64)
-        expected = reference.linear(torch.cat([g, u], 1), eye, activation=activation).numpy()
-        np.testing.assert_allclose(y, expected, rtol=2e-5, atol=1e-11)
+        biases = np.random.default_rng(6).normal(0, 1, (2, width)).astype(np.float32)
+        order = in_packed_order(list(biases), gated=True)
+        for products, options in ((both, {}), (both + biases.reshape(-1), {"bias": order})):
+            y = run(weights, x, mode, level, activation=activation, **options)
+            rows = torch.from_numpy(products).double()
+            expected = reference.linear(rows, eye, activation=activation).numpy()
+            np.testing.assert_allclose(y, expected, rtol=2e-5, atol=1e-11)
 
 
 @pytest.mark.parametrize("level", usable_levels())
@@ -248,9 +252,6 @@ def test_what_does_not_go_together_is_refused():
         linear(floats, mode="q8", **common)
     with pytest.raises(ValueError, match="activation silu"):
         linear(floats, mode="exact", activation="silu", **common)
-    gate_up = packed("BF16", make("BF16", 16, 64), make("BF16", 16, 64), gated=True)
-    with pytest.raises(ValueError, match="gate and up with a bias"):
-        linear(gate_up, mode="exact", activation="silu", bias=rows, **common)
     with pytest.raises(ValueError, match="result of 16 numbers"):
         linear(floats, mode="exact", out_q8=rows, **common)
     with pytest.raises(ValueError, match="level mmx: this CPU has"):

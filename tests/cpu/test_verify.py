@@ -21,7 +21,16 @@ from octavo.cli.verify import FaultName
 from octavo.errors import ConfigError
 from octavo.verify import run as verify_run
 from octavo.verify import speed
-from octavo.verify.checks import CHECKS, MAX_ERROR, Check, NotOffered, Subject, errors, run_checks
+from octavo.verify.checks import (
+    CHECKS,
+    MAX_ERROR,
+    Check,
+    NotOffered,
+    Subject,
+    errors,
+    round_trip,
+    run_checks,
+)
 from octavo.verify.faults import Fault
 from octavo.verify.problems import exact, hide_needles, make_problem
 from octavo.verify.report import Report, write_certificate
@@ -150,8 +159,33 @@ def test_what_is_not_offered_is_said():
     assert found["accuracy"].passed
 
 
-def test_soak_holds_out_and_finds_a_wrong_answer():
-    subject = Subject(candidate("cpu"), make_spec(num_heads=3, num_kv_heads=1), quick=True)
+def test_int8_is_held_to_half_a_step():
+    """Numbers that it holds come back to the bit; others rounded, where truncating is found."""
+
+    class Truncating(CpuCandidate):
+        def open(self, spec):
+            backend = super().open(spec)
+            write = backend.write
+            backend.write = lambda k, v, *where: write(truncated(k), truncated(v), *where)
+            return backend
+
+    def truncated(x):
+        step = x.abs().amax(-1, keepdim=True) / 127
+        return (x / step).trunc() * step
+
+    spec = make_spec(num_heads=3, num_kv_heads=1, kv_dtype="int8")
+    right = round_trip(Subject(CpuCandidate(), spec, quick=True))
+    assert right.passed
+    assert 0.4 < right.figures["rounded by, in steps"] < 0.501
+    wrong = round_trip(Subject(Truncating(), spec, quick=True))
+    assert wrong.figures["numbers that differ"] == 0
+    assert wrong.passed is False
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+def test_soak_holds_out_and_finds_a_wrong_answer(kv_dtype):
+    spec = make_spec(num_heads=3, num_kv_heads=1, kv_dtype=kv_dtype)
+    subject = Subject(candidate("cpu"), spec, quick=True)
     said: list[str] = []
     check = soak(subject, 0.02, said.append)
     assert check.passed

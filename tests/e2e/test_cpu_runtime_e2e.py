@@ -81,10 +81,10 @@ def test_the_report_says_what_is_computed() -> None:
 
 
 def test_what_it_cannot_do_is_said(tmp_path: Path) -> None:
-    model = str(family(tmp_path, "llama", mlp_bias=True))
-    llm = LLM(model, max_model_len=64)
+    model = str(family(tmp_path, "llama"))
+    llm = LLM(model, max_model_len=64, dtype="bfloat16")
     assert llm.report.runtime == "eager"
-    assert "runtime eager: cpu adds no bias in front of a gate" in llm.report.notes[0]
+    assert "runtime eager: cpu computes in float32, not in bfloat16" in llm.report.notes[0]
     with pytest.raises(ConfigError, match=r"doesn't quantise Q4_1 weights again"):
         LLM(quantization="int8")
 

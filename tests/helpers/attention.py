@@ -71,12 +71,14 @@ def make_rows(
 
 
 def fill_pool(spec: AttentionSpec, layout: KVLayout, backend: Backend, rows: Rows):
-    """A torch pool, NaN but for the rows' live slots, which ``backend.write`` stores."""
+    """A torch pool, NaN but for the rows' live slots, which ``backend.write`` stores. Of int8s it
+    is the scales that are NaN."""
     import torch
 
     device, dtype = spec.device, getattr(torch, layout.dtype)
-    k_cache = torch.full(layout.k_shape, torch.nan, dtype=dtype, device=device)
-    v_cache = torch.full(layout.v_shape, torch.nan, dtype=dtype, device=device)
+    poison = torch.nan if dtype.is_floating_point else -1  # a float32 of four such bytes is NaN
+    k_cache = torch.full(layout.k_shape, poison, dtype=dtype, device=device)
+    v_cache = torch.full(layout.v_shape, poison, dtype=dtype, device=device)
     table = rows.batch.block_table
     for row, (k, v) in enumerate(zip(rows.keys, rows.values, strict=True)):
         position = np.arange(len(k))

@@ -152,7 +152,7 @@ def few(fakes, monkeypatch):
 def test_small_steps_may_have_a_candidate_of_their_own(few):
     selection = select(PREFILL, DECODE)
     assert (selection.few_rows, selection.decode) == ("f", "b")
-    small_steps = "steps of up to 4 rows, all of them decoding"
+    small_steps = "steps of few rows, 4 at most, all of them decoding"
     assert verdict(selection, "decode", "f") == ("chosen", small_steps)
     assert verdict(selection, "decode", "b") == ("chosen", "all other steps")
     assert verdict(selection, "decode", "a") == ("possible", "b comes first")

@@ -218,7 +218,7 @@ def _with_few_rows(selection: Selection, backend: str | None) -> Selection:
         return selection
     name = few[0].candidate
     reasons = {
-        name: f"steps of up to {ROW_LIMITS[name]} rows, all of them decoding",
+        name: f"steps of few rows, {ROW_LIMITS[name]} at most, all of them decoding",
         selection.decode: "all other steps",
     }
     settled = [

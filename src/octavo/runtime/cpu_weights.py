@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.checkpoint.tensor import Checkpoint, WeightTensor
-from octavo.kernels.linear.packing import PackedLinear, pack
+from octavo.kernels.linear.packing import PackedLinear, in_packed_order, pack
 from octavo.kernels.team import Team
 from octavo.models.spec import DecoderSpec
 from octavo.models.weights import Weight, layer_weights, outer_weights
@@ -23,7 +23,7 @@ _RANDOM_NUMBERS = (1 << 16) + 1  # odd, so that rows differ
 
 @dataclass(frozen=True)
 class Linear:
-    """Matrices that take the same activations, stacked; ``bias`` [rows] or None."""
+    """Matrices that take the same activations, stacked; ``bias`` in packed order, or None."""
 
     weights: PackedLinear
     bias: Float32 | None
@@ -102,7 +102,7 @@ class _Reader:
         bias = None
         if f"{roles[0]}_bias" in weights:
             parts = [self.tensor(weights[f"{role}_bias"]).to_float32() for role in roles]
-            bias = np.concatenate(parts)
+            bias = in_packed_order(parts, gated=gated)
         return Linear(self.pack(*(weights[role] for role in roles), gated=gated), bias)
 
 

@@ -34,6 +34,7 @@ MIN_COSINE = 0.999
 # Largest error of a head's output, as a share of its norm: weights and output are rounded.
 MAX_ERROR = {"float32": 3e-5, "float16": 4e-3, "bfloat16": 2e-2}
 MAX_LSE_ERROR = 1e-4
+MAX_STEPS = 0.501  # that int8 may round by: half a step, and what float32 adds
 SPLITS = (1, 2, 7, 16, 33)
 
 
@@ -96,17 +97,25 @@ def shape_name(spec: AttentionSpec) -> str:
 
 
 def round_trip(subject: Subject) -> Check:
-    """What is written is what is read, bit for bit, through the block table."""
+    """What is written is what is read, bit for bit, through the block table; and int8 rounds any
+    other numbers to the nearest of a token's and head's 255 steps."""
     spec, backend = subject.open()
     problem = make_problem(spec, [1, spec.block_size, 5 * spec.block_size + 3])
-    pool = make_pool(subject.candidate, backend, problem)
-    table = torch.from_numpy(problem.batch.block_table).to(spec.device)
-    wrong = 0
-    for row, (k, v) in enumerate(zip(problem.keys, problem.values, strict=True)):
-        read = backend.gather(*pool, table[row], len(k))
-        for stored, original in zip(read, (k, v), strict=True):
-            wrong += int((stored.to(original.dtype) != original).sum())
-    return Check("", {"numbers that differ": wrong}, "none", wrong == 0)
+    wrong = sum(int((read != wrote).sum()) for read, wrote in _written(subject, backend, problem))
+    figures: dict[str, Figure] = {"numbers that differ": wrong}
+    if spec.kv_dtype != "int8":
+        return Check("", figures, "none", wrong == 0)
+    others = replace(
+        problem,
+        keys=[k * (1 + k.sin() / 3) for k in problem.keys],
+        values=[v * (1 + v.sin() / 3) for v in problem.values],
+    )
+    steps = max(
+        _largest((read - wrote).abs() * 127 / wrote.abs().amax(-1, keepdim=True))
+        for read, wrote in _written(subject, backend, others)
+    )
+    figures["rounded by, in steps"] = steps
+    return Check("", figures, f"none, {MAX_STEPS:g} steps", wrong == 0 and steps <= MAX_STEPS)
 
 
 def accuracy(subject: Subject) -> Check:
@@ -302,6 +311,19 @@ def errors(out: Tensor, lse: Tensor, want: Tensor, want_lse: Tensor) -> dict[str
 def _largest(values: Tensor) -> float:
     """NaN counts as infinite."""
     return float(values.where(~values.isnan(), math.inf).max())
+
+
+def _written(
+    subject: Subject, backend: Backend, problem: Problem
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Keys and values as they are read and as they were written, row by row."""
+    pool = make_pool(subject.candidate, backend, problem)
+    table = torch.from_numpy(problem.batch.block_table).to(problem.spec.device)
+    for row, wrote in enumerate(zip(problem.keys, problem.values, strict=True)):
+        for read, original in zip(
+            backend.gather(*pool, table[row], len(wrote[0])), wrote, strict=True
+        ):
+            yield read.to(original.dtype), original
 
 
 def _compared(problem: Problem, out: Tensor, lse: Tensor, **more: Figure) -> Check:

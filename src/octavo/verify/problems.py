@@ -19,7 +19,8 @@ NEEDLE_MARGIN = 20.0  # a needle's score lies so far above that all others weigh
 @dataclass(frozen=True)
 class Problem:
     """R rows of known keys and values, and the queries to ask. Dtypes are the spec's; keys and
-    values are numbers that the KV dtype holds exactly."""
+    values are numbers that the KV dtype holds exactly, so that no check has to allow for what it
+    rounds (``checks.round_trip`` asks that of int8)."""
 
     spec: AttentionSpec
     batch: AttentionBatch
@@ -65,7 +66,7 @@ def make_problem(
         return torch.randn(shape, generator=generator, device=spec.device)
 
     def stored(*shape: int) -> Tensor:
-        return normal(*shape).to(getattr(torch, spec.kv_dtype)).to(getattr(torch, spec.dtype))
+        return held(normal(*shape), spec).to(getattr(torch, spec.dtype))
 
     return Problem(
         spec,
@@ -78,6 +79,17 @@ def make_problem(
     )
 
 
+def held(numbers: Tensor, spec: AttentionSpec) -> Tensor:
+    """Numbers that the KV dtype holds exactly, close to normal ones. For int8 whole multiples of
+    1 / 32, of which the largest of each token and head becomes 127: its scale is 1 / 32."""
+    if spec.kv_dtype != "int8":
+        return numbers.to(getattr(torch, spec.kv_dtype))
+    counts = (32 * numbers).round().clamp(-127, 127)
+    largest = counts.abs().argmax(-1, keepdim=True)
+    counts.scatter_(-1, largest, 127 * counts.gather(-1, largest).sign())
+    return counts / 32
+
+
 def hide_needles(problem: Problem, places: Sequence[int]) -> None:
     """Give the key at ``places[row]`` nearly all the weight, for whichever query can see it."""
     spec = problem.spec
@@ -88,11 +100,10 @@ def hide_needles(problem: Problem, places: Sequence[int]) -> None:
         direction = torch.nn.functional.normalize(keys[place].float(), dim=-1)
         direction *= math.sqrt(spec.head_dim)  # so that other keys score as usual
         score = math.log(len(keys)) + NEEDLE_MARGIN
-        keys[place] = (
-            (direction * (score / (spec.scale * spec.head_dim)))
-            .to(getattr(torch, spec.kv_dtype))
-            .to(keys.dtype)
-        )
+        needle = direction * (score / (spec.scale * spec.head_dim))
+        if spec.kv_dtype != "int8":  # whose scales take on any factor
+            needle = held(needle, spec)
+        keys[place] = needle.to(keys.dtype)
         problem.q[edges[row] : edges[row + 1]] = direction.repeat_interleave(group, 0).to(
             keys.dtype
         )
@@ -129,13 +140,24 @@ def make_pool(
     candidate: Candidate, backend: Backend, problem: Problem, *, fill: float = math.nan
 ) -> tuple[Tensor, Tensor]:
     """A pool in the candidate's layout: ``fill`` but for the rows' keys and values."""
-    layout = candidate.kv_layout(problem.spec, problem.num_blocks)
-    k_cache, v_cache = (
-        torch.full(shape, fill, dtype=getattr(torch, layout.dtype), device=problem.spec.device)
-        for shape in (layout.k_shape, layout.v_shape)
-    )
+    k_cache, v_cache = filled_pool(candidate, problem.spec, problem.num_blocks, fill)
     for row, n in enumerate(problem.batch.seq_lens.tolist()):
         write_tokens(backend, problem, (k_cache, v_cache), row, 0, n)
+    return k_cache, v_cache
+
+
+def filled_pool(
+    candidate: Candidate, spec: AttentionSpec, num_blocks: int, fill: float = math.nan
+) -> tuple[Tensor, Tensor]:
+    """A pool of one number, NaN or 0. Of int8s the scales among them are NaN: a float32 of four
+    bytes of -1 is one."""
+    layout = candidate.kv_layout(spec, num_blocks)
+    if layout.dtype == "int8" and math.isnan(fill):
+        fill = -1
+    k_cache, v_cache = (
+        torch.full(shape, fill, dtype=getattr(torch, layout.dtype), device=spec.device)
+        for shape in (layout.k_shape, layout.v_shape)
+    )
     return k_cache, v_cache
 
 

@@ -18,7 +18,7 @@ from octavo.verify.speed import speed_checks
 SHAPES = ((16, 8, 128), (32, 8, 128), (9, 3, 64))  # query heads, KV heads, head size
 QUICK_CPU_SHAPES = ((16, 8, 128), (9, 3, 64))
 # Dtypes of queries and of keys and values.
-CPU_DTYPES = (("float32", "float32"), ("float32", "bfloat16"))
+CPU_DTYPES = (("float32", "float32"), ("float32", "bfloat16"), ("float32", "int8"))
 GPU_DTYPES = (("bfloat16", "bfloat16"), ("float16", "float16"))
 
 
@@ -29,13 +29,13 @@ def candidates_for(device: str) -> list[str]:
 
 
 def specs_for(name: str, device: str, *, quick: bool) -> list[AttentionSpec]:
-    """The kinds of layers to ask about: each shape in the usual dtype, and one in another."""
+    """The kinds of layers to ask about: each shape in the usual dtypes, and one in others."""
     on_cpu = device == "cpu"
     shapes = QUICK_CPU_SHAPES if on_cpu and quick else SHAPES
     dtypes = CPU_DTYPES if on_cpu else GPU_DTYPES
     wanted = [(shape, dtypes[0]) for shape in shapes]
     if not quick:
-        wanted.append((SHAPES[0], dtypes[1]))
+        wanted += [(SHAPES[0], dtype) for dtype in dtypes[1:]]
     specs = [
         _spec(phase, device, *shape, *dtype) for phase in _phases(name) for shape, dtype in wanted
     ]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from octavo.attention import AttentionBatch, AttentionSpec, Backend
 from octavo.verify.checks import MAX_ERROR, MAX_LSE_ERROR, Check, Subject, errors, shape_name
-from octavo.verify.problems import Problem, exact
+from octavo.verify.problems import Problem, exact, filled_pool, held
 
 COMPARE_EVERY = 16  # steps
 MAX_GROWTH = 64 << 20  # bytes from a quarter of the time on
@@ -73,12 +73,7 @@ class Pool:
         self.longest = longest
         spec, per_row = self.spec, -(-longest // self.spec.block_size)
         num_blocks = rows * per_row + 1
-        layout = subject.candidate.kv_layout(spec, num_blocks)
-        kv_dtype = getattr(torch, layout.dtype)
-        self.k_cache, self.v_cache = (
-            torch.full(shape, math.nan, dtype=kv_dtype, device=spec.device)
-            for shape in (layout.k_shape, layout.v_shape)
-        )
+        self.k_cache, self.v_cache = filled_pool(subject.candidate, spec, num_blocks)
         self.rng = np.random.default_rng(0)
         self.free = list(range(1, num_blocks))
         self.table = np.full((rows, per_row), -1, np.int32)
@@ -94,8 +89,7 @@ class Pool:
         for i in range(-(-start // spec.block_size), -(-stop // spec.block_size)):
             self.table[row, i] = self.free.pop(int(self.rng.integers(len(self.free))))
         for kept in (self.keys, self.values):
-            kept[row, start:stop].normal_()
-            kept[row, start:stop] = kept[row, start:stop].to(self.k_cache.dtype)
+            kept[row, start:stop] = held(torch.randn_like(kept[row, start:stop]), spec)
         self.lens[row] = stop
         self._write(row, start, stop, self.keys[row, start:stop], self.values[row, start:stop])
 

@@ -7,7 +7,8 @@ inner products with a tile of tokens (``cpu_product``), then what happens to a r
 
 from __future__ import annotations
 
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import numba
@@ -27,6 +28,7 @@ from octavo.kernels.linear.cpu_product import (
     dequantised,
     emit_exact,
     emit_q8,
+    emit_q8_one,
 )
 from octavo.kernels.linear.cpu_q8 import quantize_group
 from octavo.kernels.linear.packing import PackedLinear
@@ -60,9 +62,10 @@ def linear(
     """``out = x w + bias`` for the first T tokens.
 
     ``num_tokens``: where T lies, an int64. ``x``: by ``mode`` q8 rows or float32 rows, ``x_stride``
-    bytes apart. ``out``: float32 rows, ``out_stride`` bytes apart, N wide. ``bias``: N float32.
-    ``accumulate``: out += x w + bias. ``activation``: "silu" or "gelu_tanh", with weights packed as
-    ``gated`` and no bias: out = act(gate) * up, N / 2 wide. ``out_q8``: q8 rows that take the
+    bytes apart. ``out``: float32 rows, ``out_stride`` bytes apart, N wide. ``bias``: N float32, or,
+    with weights packed as ``gated``, in the order of ``packing.in_packed_order``. ``accumulate``:
+    out += x w + bias. ``activation``: "silu" or "gelu_tanh", with ``gated`` weights:
+    out = act(gate) * up, N / 2 wide. ``out_q8``: q8 rows that take the
     result, where it is a multiple of 32 wide; then ``out`` may be left out. ``level``: by default
     that of ``kernels.levels``.
 
@@ -70,8 +73,6 @@ def linear(
     """
     if (activation is not None) != weights.gated or activation not in _ACTIVATIONS:
         raise ValueError(f"activation {activation} with weights of gated={weights.gated}")
-    if weights.gated and not _is_missing(bias):
-        raise ValueError("gate and up with a bias aren't supported in one product")
     if mode == "q8" and weights.format in FLOAT_BYTES:
         raise ValueError(f'{weights.format} weights have no q8 mode; use "exact"')
     width = weights.rows // 2 if weights.gated else weights.rows
@@ -115,7 +116,6 @@ def usable(level: str | None) -> str:
 def linear_op(format: str, mode: str, level: str) -> Op:
     # A compiled function is found in the cache by what it closes over: words and numbers only.
     kind = f"{format} {mode} {level}"
-    lanes, blocks = LEVELS[level].lanes, LEVELS[level].blocks
     tile = RANGE if LEVELS[level].tiles and mode == "q8" else TILE
     sums_bytes, kept_bytes = tile * TOKEN_BYTES, RANGE * 4 * GROUP
 
@@ -150,21 +150,13 @@ def linear_op(format: str, mode: str, level: str) -> Op:
                 ahead = a.weights + min(pair + 1, pairs - 1) * pair_bytes
                 column = pair * pair_width
                 count = min(pair_width, a.width - column)
-                bias = a.bias + 4 * column if a.bias != 0 else 0
+                bias = a.bias + 8 * ROWS * pair if a.bias != 0 else 0
                 for token in range(start, stop, tile):
                     n = min(tile, stop - token)
                     x = a.x + token * a.x_stride
-                    if blocks == 2:
-                        add_up(kind, block, other, 0, x, a.x_stride, n, a.columns, ahead, sums)
-                    else:
-                        for row in range(0, ROWS, lanes):
-                            add_up(kind, block, 0, row, x, a.x_stride, n, a.columns, ahead, sums)
-                            add_up(
-                                kind, other, 0, row, x, a.x_stride, n, a.columns, ahead,
-                                sums + 4 * ROWS,
-                            )  # fmt: skip
+                    add_up(kind, block, other, x, a.x_stride, n, a.columns, ahead, sums)
                     if a.activation != 0:
-                        gate(sums, n, a.activation == 2)
+                        gate(sums, n, bias, a.activation == 2)
                     group = column // GROUP
                     if a.out != 0:
                         out_stride = a.out_stride
@@ -173,7 +165,8 @@ def linear_op(format: str, mode: str, level: str) -> Op:
                         out_stride = 4 * GROUP
                         out = kept + (token - start) * out_stride
                     address = out + 4 * (column % GROUP)
-                    store(sums, n, count, bias, address, out_stride, a.accumulate != 0)
+                    addend = bias if a.activation == 0 else 0
+                    store(sums, n, count, addend, address, out_stride, a.accumulate != 0)
                     if a.out_q8 != 0 and (column + count) % GROUP == 0:
                         row = a.out_q8 + token * a.out_q8_stride
                         for i in range(n):
@@ -194,36 +187,61 @@ def pairs_of_item(pairs, step, pair_bytes, num_tokens, num_threads):
 
 
 @intrinsic(prefer_literal=True)
-def add_up(typing, kind, block, other, row, x, x_stride, num_tokens, num_columns, ahead, sums):
+def add_up(typing, kind, block, other, x, x_stride, num_tokens, num_columns, ahead, sums):
     format, mode, name = kind.literal_value.split()
 
     def emit(context, b, signature, arguments):
         _, block, other, *rest = arguments
-        level = LEVELS[name]
-        tile = Tile([block, other][: level.blocks], *rest)
-        if mode == "q8" and level.tiles:
-            is_small = b.icmp_signed("<", tile.num_tokens, I64(TOKENS))
-            with b.if_else(is_small) as (small, large):
-                with small:
-                    emit_q8(b, FORMATS[format], level, tile)
-                with large:
-                    emit_q8_tiles(b, FORMATS[format], level, tile)
-        elif mode == "q8":
-            emit_q8(b, FORMATS[format], level, tile)
+        tile = Tile([block, other], I64(0), *rest)
+        if LEVELS[name].lanes == ROWS:
+            _emit_together(b, format, mode, LEVELS[name], tile)
         else:
-            emit_exact(b, format, level, tile)
+            _emit_alone(b, format, mode, LEVELS[name], tile)
         return context.get_dummy_value()
 
-    return types.void(kind, *[types.int64] * 9), emit
+    return types.void(kind, *[types.int64] * 8), emit
+
+
+def _emit_together(b, format, mode, level, tile):
+    if mode == "exact":
+        emit_exact(b, format, level, tile)
+    elif level.tiles:
+        is_small = b.icmp_signed("<", tile.num_tokens, I64(TOKENS))
+        with b.if_else(is_small) as (small, large):
+            with small:
+                emit_q8(b, FORMATS[format], level, tile)
+            with large:
+                emit_q8_tiles(b, FORMATS[format], level, tile)
+    else:
+        emit_q8(b, FORMATS[format], level, tile)
+
+
+def _emit_alone(b, format, mode, level, tile):
+    """A block after the other, or half of one where a vector has no more lanes."""
+    with loop(b, I64(0), I64(2)) as number:
+        tile = tile.alone(b, number)
+
+        def halves(emit):
+            with loop(b, I64(0), I64(ROWS), step=level.lanes) as row:
+                emit(replace(tile, row=row))
+
+        if mode == "exact":
+            halves(partial(emit_exact, b, format, level))
+            return
+        with b.if_else(b.icmp_signed("==", tile.num_tokens, I64(1))) as (one, many):
+            with one:
+                emit_q8_one(b, FORMATS[format], level, tile)
+            with many:
+                halves(partial(emit_q8, b, FORMATS[format], level))
 
 
 @intrinsic
-def gate(typing, sums, num_tokens, gelu):
+def gate(typing, sums, num_tokens, bias, gelu):
     def emit(context, b, signature, arguments):
         emit_gate(b, *arguments)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, types.boolean), emit
+    return types.void(*[types.int64] * 3, types.boolean), emit
 
 
 @intrinsic

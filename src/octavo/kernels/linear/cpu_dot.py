@@ -21,12 +21,13 @@ I8, I16 = ir.IntType(8), ir.IntType(16)
 class Level:
     """``prepare(b, words, bits)`` makes of weights of so many bits what ``dot`` takes, once for
     many tokens; ``dot(b, weights, activations, bits, start)`` is ``start`` [lanes x i32] plus the
-    sum of the products. ``fused``: a multiplication and an addition round once (FMA), and float16
-    is converted by the CPU. ``signed``: weights of 8 bits lose their offset of 128 in ``prepare``,
-    otherwise it is taken off later. ``tiles``: 16 tokens and more go through ``cpu_amx``."""
+    sum of the products; where it ``accumulates``, a start costs nothing. ``fused``: a
+    multiplication and an addition round once (FMA), and float16 is converted by the CPU.
+    ``signed``: weights of 8 bits lose their offset of 128 in ``prepare``, otherwise it is taken off
+    later. ``tiles``: 16 tokens and more go through ``cpu_amx``."""
 
-    lanes: int  # rows that are worked on together
-    blocks: int  # blocks that are worked on together, where registers suffice
+    lanes: int  # of a vector: 16, and two blocks are worked on together, or 8, half a block alone
+    accumulates: bool
     fused: bool
     signed: bool
     tiles: bool
@@ -96,8 +97,8 @@ def _dot_plain(
 
 
 LEVELS = {
-    "amx": Level(16, 2, True, False, True, _as_is, _dot_vnni),
-    "vnni": Level(16, 2, True, False, False, _as_is, _dot_vnni),
-    "avx2": Level(8, 1, True, True, False, _prepare_avx2, _dot_avx2),
-    "plain": Level(8, 1, False, False, False, _as_is, _dot_plain),
+    "amx": Level(16, True, True, False, True, _as_is, _dot_vnni),
+    "vnni": Level(16, True, True, False, False, _as_is, _dot_vnni),
+    "avx2": Level(8, False, True, True, False, _prepare_avx2, _dot_avx2),
+    "plain": Level(8, False, False, False, False, _as_is, _dot_plain),
 }

@@ -7,6 +7,8 @@ at every level; LLVM makes of them what the CPU has.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 from llvmlite import ir
 
@@ -34,8 +36,9 @@ from octavo.kernels.vector_ir import (
 BIT = ir.IntType(1)
 
 
-def emit_gate(b: Builder, sums: Value, num_tokens: Value, gelu: Value) -> None:
+def emit_gate(b: Builder, sums: Value, num_tokens: Value, bias: Value, gelu: Value) -> None:
     """The first block becomes act(first) * second: SiLU, or GELU by tanh where ``gelu`` is true.
+    ``bias`` [2 blocks, 16 rows], where that is no 0, is added to both before.
 
     Both are x / (1 + exp(-y)): y = x for SiLU, and 2 sqrt(2 / pi) (x + 0.044715 x**3) for GELU,
     since (1 + tanh(z)) / 2 = 1 / (1 + exp(-2 z)).
@@ -43,9 +46,21 @@ def emit_gate(b: Builder, sums: Value, num_tokens: Value, gelu: Value) -> None:
     floats = vector(F32, ROWS)
     factor = 2 * math.sqrt(2 / math.pi)
     one = constant(1.0, ROWS)
+    has_bias = b.icmp_unsigned("!=", bias, I64(0))
+    readable = b.select(has_bias, bias, sums)
+    addends = [
+        b.select(
+            broadcast(b, has_bias, ROWS),
+            load_vector(b, readable, 4 * ROWS * i, floats),
+            zeros(ROWS),
+        )
+        for i in range(2)
+    ]
     with loop(b, I64(0), num_tokens) as token:
         address = b.add(sums, b.mul(token, I64(TOKEN_BYTES)))
-        gate, up = (load_vector(b, address, 4 * ROWS * i, floats) for i in range(2))
+        gate, up = (
+            b.fadd(load_vector(b, address, 4 * ROWS * i, floats), addends[i]) for i in range(2)
+        )
         cubic = b.fmul(
             gate,
             b.fadd(
@@ -70,35 +85,59 @@ def emit_store(
 ) -> None:
     """The first ``count`` sums of every token, plus ``bias`` where that is no 0, to ``out``; added
     to what is there where ``accumulate`` is true."""
-    floats = vector(F32, ROWS)
-    lanes = ir.Constant(vector(I32, ROWS), list(range(ROWS)))
-    nothing = zeros(ROWS)
-
-    def masked_load(address: Value, offset: int, mask: Value) -> Value:
-        place = pointer(b, address, offset, floats)
-        return call(b, "llvm.masked.load.v16f32.p0", place, I32(4), mask, nothing, returns=floats)
-
-    def where(condition: Value, mask: Value) -> Value:
-        return b.select(broadcast(b, condition, ROWS), mask, fill(BIT, 0, ROWS))
-
     for i in range(2):
         left = b.trunc(b.sub(count, I64(ROWS * i)), I32)
         with b.if_then(b.icmp_signed(">", left, I32(0))):
-            offset = 4 * ROWS * i
-            mask = b.icmp_signed("<", lanes, broadcast(b, left, ROWS))
-            addend = masked_load(bias, offset, where(b.icmp_unsigned("!=", bias, I64(0)), mask))
-            add_mask = where(accumulate, mask)
-            with loop(b, I64(0), num_tokens) as token:
-                result = load_vector(b, b.add(sums, b.mul(token, I64(TOKEN_BYTES))), offset, floats)
-                target = b.add(out, b.mul(token, out_stride))
-                result = b.fadd(b.fadd(result, addend), masked_load(target, offset, add_mask))
-                place = pointer(b, target, offset, floats)
-                call(
-                    b,
-                    "llvm.masked.store.v16f32.p0",
-                    result,
-                    place,
-                    I32(4),
-                    mask,
-                    returns=ir.VoidType(),
-                )
+            start = I64(4 * ROWS * i)
+            rows = b.add(sums, start), num_tokens, left, bias, b.add(out, start), out_stride
+            _store_rows(b, *rows, start, accumulate)
+
+
+def _store_rows(
+    b: Builder,
+    sums: Value,
+    num_tokens: Value,
+    count: Value,
+    bias: Value,
+    out: Value,
+    out_stride: Value,
+    bias_start: Value,
+    accumulate: Value,
+) -> None:
+    """The first ``count`` of a block, i32, 1 or more; its bias is ``bias_start`` bytes on."""
+    floats = vector(F32, ROWS)
+    lanes = ir.Constant(vector(I32, ROWS), list(range(ROWS)))
+    nothing = zeros(ROWS)
+    mask = b.icmp_signed("<", lanes, broadcast(b, count, ROWS))
+
+    def masked_load(address: Value, mask: Value) -> Value:
+        place = pointer(b, address, 0, floats)
+        return call(b, "llvm.masked.load.v16f32.p0", place, I32(4), mask, nothing, returns=floats)
+
+    def where(condition: Value) -> Value:
+        return b.select(broadcast(b, condition, ROWS), mask, fill(BIT, 0, ROWS))
+
+    has_bias, has_addend = where(b.icmp_unsigned("!=", bias, I64(0))), where(accumulate)
+    addend = masked_load(b.add(bias, bias_start), has_bias)
+
+    def put(load: Callable[[Value], Value], store: Callable[[Value, Value], Any]) -> None:
+        with loop(b, I64(0), num_tokens) as token:
+            result = load_vector(b, b.add(sums, b.mul(token, I64(TOKEN_BYTES))), 0, floats)
+            target = b.add(out, b.mul(token, out_stride))
+            result = b.fadd(b.fadd(result, addend), load(target))
+            store(result, pointer(b, target, 0, floats))
+
+    def load_whole(target: Value) -> Value:
+        is_wanted = broadcast(b, accumulate, ROWS)
+        return b.select(is_wanted, load_vector(b, target, 0, floats), nothing)
+
+    def store_masked(result: Value, place: Value) -> None:
+        name = "llvm.masked.store.v16f32.p0"
+        call(b, name, result, place, I32(4), mask, returns=ir.VoidType())
+
+    # A masked store costs some CPUs with AVX2 40 operations.
+    with b.if_else(b.icmp_signed(">=", count, I32(ROWS))) as (whole, cut):
+        with whole:
+            put(load_whole, lambda result, place: b.store(result, place, align=4))
+        with cut:
+            put(lambda target: masked_load(target, has_addend), store_masked)

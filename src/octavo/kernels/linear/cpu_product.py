@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from octavo.kernels.linear.cpu_dot import Level
 from octavo.kernels.linear.cpu_formats import (
@@ -43,6 +44,7 @@ from octavo.kernels.vector_ir import (
     pointer,
     prefetch,
     store_vector,
+    variable,
     vector,
 )
 
@@ -55,7 +57,7 @@ AT_ONCE = 8  # columns whose weights are in registers together, in exact mode
 class Tile:
     """What is multiplied: addresses and numbers, i64.
 
-    ``blocks``: as many as the level takes together; ``row``: the first row of each that is meant;
+    ``blocks``: two, or one alone; ``row``: the first row of each that is meant;
     ``x``: the first token's activations, ``x_stride`` bytes before the next one's; ``ahead``:
     weights that will be read soon; ``sums``: written.
     """
@@ -74,6 +76,17 @@ class Tile:
         offset = b.add(b.mul(token, I64(TOKEN_BYTES)), b.mul(self.row, I64(4)))
         return b.add(b.add(self.sums, offset), I64(4 * ROWS * block))
 
+    def alone(self, b: Builder, number: Value) -> Tile:
+        """One of two blocks, number 0 or 1."""
+        first, second = self.blocks
+        start = b.mul(number, b.sub(second, first))
+        return replace(
+            self,
+            blocks=[b.add(first, start)],
+            ahead=b.add(self.ahead, start),
+            sums=b.add(self.sums, b.mul(number, I64(4 * ROWS))),
+        )
+
 
 @dataclass(frozen=True)
 class Group:
@@ -85,37 +98,64 @@ class Group:
 
 def emit_q8(b: Builder, format: PackedFormat, level: Level, tile: Tile) -> None:
     """Add up the products of quantised activations."""
-    floats = vector(F32, level.lanes)
     with groups_of(b, format, level, tile) as (groups, activations):
-        weights = [level.prepare(b, group.words, format.bits) for group in groups]
-        biases = [
-            [b.fmul(scale, fill(F32, -BIAS, level.lanes)) for scale in group.scales.scale]
-            for group in groups
-        ]
-        num_parts = len(biases[0])
-        num_words = GROUP // 4 // num_parts
+        weights = [_prepared(b, format, level, group) for group in groups]
         with loop(b, I64(0), tile.num_tokens) as token:
             x = activations(token)
-            words = [_word(b, x.words, t, level.lanes) for t in range(GROUP // 4)]
+            words = _words(b, level, x)
 
             def scaled(block: int, part: int, before: Value | None) -> Value:
-                """scale * (sum of products + offset) + before."""
-                mine = slice(num_words * part, num_words * (part + 1))
-                scale = groups[block].scales.scale[part]
-
-                def dot(start: Value) -> Value:
-                    return level.dot(b, weights[block][mine], words[mine], format.bits, start)
-
-                if not level.fused or before is not None:
-                    total = dot(fill(I32, 0, level.lanes))
-                    return scale_sum(b, level, total, x.offsets[part], scale, before)
-                start = fill(F32, BIAS, level.lanes)
-                if x.offsets[part] is not None:
-                    start = b.fadd(start, x.offsets[part])  # exact
-                biased = b.bitcast(dot(b.bitcast(start, vector(I32, level.lanes))), floats)
-                return _fma(b, level, biased, scale, biases[block][part])
+                return weights[block](x, words, part, before)
 
             add_group(b, level, tile, token, groups, x, scaled)
+
+
+def emit_q8_one(b: Builder, format: PackedFormat, level: Level, tile: Tile) -> None:
+    """As :func:`emit_q8`, for one token and one block: its sums stay in registers, and all of its
+    rows pass before the next group of columns."""
+    [block] = tile.blocks
+    tiles = [replace(tile, row=I64(row)) for row in range(0, ROWS, level.lanes)]
+    sums = [variable(b, fill(F32, 0.0, level.lanes)) for _ in tiles]
+    step = _group_bytes(format)
+    with loop(b, I64(0), b.udiv(tile.num_columns, I64(GROUP))) as group:
+        prefetch(b, b.add(tile.ahead, b.mul(group, I64(step))), step)
+        x = _activations(b, format, level, tile, group)(I64(0))
+        words = _words(b, level, x)
+        for rows, total in zip(tiles, sums, strict=True):
+            weights = _group(b, format, level, rows, block, group)
+            scaled = partial(_prepared(b, format, level, weights), x, words)
+            b.store(_plus_group(b, level, weights, x, scaled, b.load(total)), total)
+    for rows, total in zip(tiles, sums, strict=True):
+        store_vector(b, b.load(total), rows.sum(b, I64(0), 0), 0)
+
+
+def _prepared(
+    b: Builder, format: PackedFormat, level: Level, group: Group
+) -> Callable[[Activations, Sequence[Value], int, Value | None], Value]:
+    """A function from activations and their words, to be used for any number of tokens: of a part
+    of the group, scale * (sum of products + offset) + what the part before it gave."""
+    scales = group.scales.scale
+    weights = level.prepare(b, group.words, format.bits)
+    biases = [b.fmul(scale, fill(F32, -BIAS, level.lanes)) for scale in scales]
+    num_words = GROUP // 4 // len(scales)
+
+    def scaled(x: Activations, words: Sequence[Value], part: int, before: Value | None) -> Value:
+        mine = slice(num_words * part, num_words * (part + 1))
+
+        def dot(start: Value) -> Value:
+            return level.dot(b, weights[mine], words[mine], format.bits, start)
+
+        if not level.accumulates or before is not None:
+            total = dot(fill(I32, 0, level.lanes))
+            return scale_sum(b, level, total, x.offsets[part], scales[part], before)
+        start = fill(F32, BIAS, level.lanes)
+        if x.offsets[part] is not None:
+            start = b.fadd(start, x.offsets[part])  # exact
+        total = dot(b.bitcast(start, vector(I32, level.lanes)))
+        biased = b.bitcast(total, vector(F32, level.lanes))
+        return _fma(b, level, biased, scales[part], biases[part])
+
+    return scaled
 
 
 @dataclass(frozen=True)
@@ -137,26 +177,44 @@ def groups_of(
     from token to activations."""
     with loop(b, I64(0), tile.num_tokens) as token:
         _clear(b, level, tile, token)
-    offset = 0 if level.signed and format.bits == 8 else format.offset
     step = _group_bytes(format) * len(tile.blocks)
     with loop(b, I64(0), b.udiv(tile.num_columns, I64(GROUP))) as group:
         prefetch(b, b.add(tile.ahead, b.mul(group, I64(step))), step)
-        views = [_view(b, format, level, tile, block, group) for block in tile.blocks]
-        groups = [Group(format.words(view), format.scales(view)) for view in views]
-        x_words = b.add(tile.x, b.mul(group, I64(GROUP)))
-        x_numbers = b.add(b.add(tile.x, tile.num_columns), b.mul(group, I64(16)))
+        groups = [_group(b, format, level, tile, block, group) for block in tile.blocks]
+        yield groups, _activations(b, format, level, tile, group)
 
-        def activations(token: Value) -> Activations:
-            start = b.mul(token, tile.x_stride)
-            numbers = b.add(x_numbers, start)
-            scale, total, *halves = (_number(b, numbers, i, level.lanes) for i in range(4))
-            totals = [total] if len(groups[0].scales.scale) == 1 else halves
-            offsets = [
-                b.fmul(fill(F32, -offset, level.lanes), each) if offset else None for each in totals
-            ]
-            return Activations(b.add(x_words, start), scale, total, offsets)
 
-        yield groups, activations
+def _group(
+    b: Builder, format: PackedFormat, level: Level, tile: Tile, block: Value, group: Value
+) -> Group:
+    view = _view(b, format, level, tile, block, group)
+    return Group(format.words(view), format.scales(view))
+
+
+def _activations(
+    b: Builder, format: PackedFormat, level: Level, tile: Tile, group: Value
+) -> Callable[[Value], Activations]:
+    """A function from a token to its activations of a group."""
+    offset = 0 if level.signed and format.bits == 8 else format.offset
+    x_words = b.add(tile.x, b.mul(group, I64(GROUP)))
+    x_numbers = b.add(b.add(tile.x, tile.num_columns), b.mul(group, I64(16)))
+
+    def activations(token: Value) -> Activations:
+        start = b.mul(token, tile.x_stride)
+        numbers = b.add(x_numbers, start)
+        scale, total, *halves = (_number(b, numbers, i, level.lanes) for i in range(4))
+        totals = [total] if format.num_parts == 1 else halves
+        offsets = [
+            b.fmul(fill(F32, -offset, level.lanes), each) if offset else None for each in totals
+        ]
+        return Activations(b.add(x_words, start), scale, total, offsets)
+
+    return activations
+
+
+def _words(b: Builder, level: Level, x: Activations) -> list[Value]:
+    """A group's activations, four columns a word, each in all lanes."""
+    return [_word(b, x.words, t, level.lanes) for t in range(GROUP // 4)]
 
 
 def scale_sum(
@@ -181,14 +239,26 @@ def add_group(
     """Add a group to the sums of a token. ``scaled(block, part, before)`` is the scaled sum of the
     products of a part of the group, plus what the part before it gave."""
     for i, group in enumerate(groups):
-        result = None
-        for part in range(len(group.scales.scale)):
-            result = scaled(i, part, result)
-        if group.scales.minimum is not None:
-            result = _fma(b, level, group.scales.minimum, x.total, result)
         address = tile.sum(b, token, i)
         before = load_vector(b, address, 0, vector(F32, level.lanes))
-        store_vector(b, _fma(b, level, result, x.scale, before), address, 0)
+        store_vector(b, _plus_group(b, level, group, x, partial(scaled, i), before), address, 0)
+
+
+def _plus_group(
+    b: Builder,
+    level: Level,
+    group: Group,
+    x: Activations,
+    scaled: Callable[[int, Value | None], Value],
+    before: Value,
+) -> Value:
+    """A sum and what a group adds to it; ``scaled`` as in :func:`add_group`, of one block."""
+    result = None
+    for part in range(len(group.scales.scale)):
+        result = scaled(part, result)
+    if group.scales.minimum is not None:
+        result = _fma(b, level, group.scales.minimum, x.total, result)
+    return _fma(b, level, result, x.scale, before)
 
 
 def emit_exact(b: Builder, format: str, level: Level, tile: Tile) -> None:

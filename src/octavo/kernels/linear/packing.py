@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from threading import Lock
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +19,8 @@ from octavo.kernels.linear.cpu_formats import FLOAT_BYTES, FORMATS, GROUP, ROWS
 from octavo.kernels.linear.cpu_pack import pack_op
 from octavo.kernels.program import Program
 from octavo.kernels.team import Team, team
+
+Number = TypeVar("Number", np.int64, np.float32)
 
 
 @dataclass(frozen=True)
@@ -108,21 +113,41 @@ def _sources(tensors: Sequence[WeightTensor], gated: bool) -> NDArray[np.int64]:
         stored = tensor.stored
         order = np.arange(len(stored)) if tensor.row_order is None else tensor.row_order
         parts.append(stored.ctypes.data + order.astype(np.int64) * stored.strides[0])
+    return in_packed_order(parts, gated=gated)
+
+
+def in_packed_order(parts: Sequence[NDArray[Number]], *, gated: bool) -> NDArray[Number]:
+    """A number for each row of some matrices, in the order of the packed rows; 0 for padding."""
     if gated:
         gate, up = (_fill_blocks(part).reshape(-1, ROWS) for part in parts)
         return np.stack([gate, up], axis=1).reshape(-1)
     return _fill_blocks(np.concatenate(parts))
 
 
-def _fill_blocks(addresses: NDArray[np.int64]) -> NDArray[np.int64]:
-    return np.pad(addresses, (0, -len(addresses) % ROWS))
+def _fill_blocks(numbers: NDArray[Number]) -> NDArray[Number]:
+    return np.pad(numbers, (0, -len(numbers) % ROWS))
 
 
 def aligned_zeros(nbytes: int) -> Bytes:
-    """Zeroed memory that begins at a cache line."""
-    memory = np.zeros(nbytes + 64, np.uint8)
-    start = -memory.ctypes.data % 64
-    return memory[start : start + nbytes]
+    """Zeroed memory that begins at a cache line, cut from large pieces in pages of 2 MB where the
+    system has them: a step reads all weights once, and would look up as many pages of 4 KB. What of
+    a piece isn't used is never touched, and costs nothing."""
+    global _piece
+    size = -(-nbytes // 64) * 64
+    with _guard:
+        if len(_piece) < size:
+            memory = mmap.mmap(-1, max(size, _PIECE_BYTES))
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                with suppress(OSError):  # a system without them
+                    memory.madvise(mmap.MADV_HUGEPAGE)
+            _piece = np.frombuffer(memory, np.uint8)
+        zeros, _piece = _piece[:nbytes], _piece[size:]
+    return zeros
+
+
+_PIECE_BYTES = 64 << 20
+_piece: Bytes = np.empty(0, np.uint8)  # what is left of the newest
+_guard = Lock()
 
 
 def release_pages(data: Bytes) -> None:

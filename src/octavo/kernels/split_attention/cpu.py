@@ -10,7 +10,8 @@ scores, softmax against the maximum so far, weighted sum of the values. Items wr
 
 LLVM makes of a 16-lane vector what the CPU has: one register of AVX-512, two of AVX2, four of
 NEON. In plain numba loops the compiler can't know that scores and keys don't overlap, so it keeps
-no sum in a register.
+no sum in a register. Nor does it with more sums than registers: a sum that goes through memory
+waits some 12 cycles for itself where an FMA takes 4, so ``_fit`` says how many there may be.
 """
 
 from __future__ import annotations
@@ -85,8 +86,9 @@ def chunk_scores(
                 b.mul(head, I64(4 * heads_of_group * CHUNK)),
             )
             for heads in _runs(range(heads_of_group), sums_at_once):
-                # One head's sum in several chains: an FMA takes four cycles, and two start in each.
-                chains = max(1, min(8, sums_at_once) // len(heads))
+                # One head's sum in several chains: an FMA takes four cycles and two start in each,
+                # so eight registers of sums keep both units busy. Of AVX2's a sum takes two.
+                chains = -(-8 // (len(heads) * (1 if sums_at_once > 8 else 2)))
                 sums = {(g, c): variable(b, zeros(TILE)) for g in heads for c in range(chains)}
                 with loop(b, I64(0), I64(width // pack), step=unroll) as word:
                     line = b.mul(word, I64(4 * TILE))
@@ -161,9 +163,10 @@ def chunk_output(
     def emit(context, b, signature, arguments):
         weights, tiles, out, num_tiles, num_kv_heads, ahead = arguments[:6]
         heads_of_group, width = group.literal_value, v_head_dim.literal_value
-        size, sums_at_once = kv_bytes.literal_value, room.literal_value
+        size = kv_bytes.literal_value
         pack = 4 // size
-        vectors = [(d, min(TILE, width - d)) for d in range(0, width, TILE)]
+        lanes, heads_at_once, sums_at_once = _fit(room.literal_value)
+        vectors = [(d, min(lanes, width - d)) for d in range(0, width, lanes)]
         with loop(b, I64(0), num_tiles) as i, loop(b, I64(0), num_kv_heads) as head:
             entry = _word(b, tiles, b.add(b.mul(i, num_kv_heads), head))
             tile, next_tile = _load_i64(b, entry), _load_i64(b, _word(b, entry, ahead))
@@ -177,31 +180,30 @@ def chunk_output(
                 for g in range(heads_of_group):
                     scaled = b.fmul(load(b, row, g * CHUNK, TILE, 4), scales)
                     store_vector(b, scaled, row, g * CHUNK)
-            for heads in _runs(range(heads_of_group), sums_at_once):
+            for heads in _runs(range(heads_of_group), heads_at_once):
                 passes = -(-len(heads) * len(vectors) // sums_at_once)
                 for columns in _runs(vectors, -(-len(vectors) // passes)):
                     sums = {
-                        (g, d): variable(b, load(b, target, g * width + d, lanes, 4))
+                        (g, d): variable(b, load(b, target, g * width + d, n, 4))
                         for g in heads
-                        for d, lanes in columns
+                        for d, n in columns
                     }
                     with loop(b, I64(0), I64(TILE // pack)) as word:
                         line = b.mul(word, I64(4 * width))
                         weight = b.add(row, b.mul(word, I64(4 * pack)))
-                        by_head = {
-                            (g, j): load_scalar(b, weight, g * CHUNK + j)
-                            for g in heads
-                            for j in range(pack)
-                        }
-                        for d, lanes in columns:
-                            if heads[0] == 0:
-                                prefetch(b, b.add(next_tile, b.add(line, I64(4 * d))), 4 * lanes)
-                            words = _load_words(b, b.add(tile, line), d, lanes)
-                            for j, value in enumerate(unpack(b, words, size)):
+                        values = {}
+                        for d, n in columns:
+                            if heads[0] == 0 and d % TILE == 0:
+                                here = b.add(next_tile, b.add(line, I64(4 * d)))
+                                prefetch(b, here, 4 * min(TILE, width - d))
+                            words = _load_words(b, b.add(tile, line), d, n)
+                            values[d] = unpack(b, words, size)
+                        for j in range(pack):
+                            by_head = {g: load_scalar(b, weight, g * CHUNK + j) for g in heads}
+                            for d, n in columns:
                                 for g in heads:
-                                    w = broadcast(b, by_head[g, j], lanes)
-                                    total = sums[g, d]
-                                    b.store(fma(b, w, value, b.load(total)), total)
+                                    w, total = broadcast(b, by_head[g], n), sums[g, d]
+                                    b.store(fma(b, w, values[d][j], b.load(total)), total)
                     for (g, d), total in sums.items():
                         store_vector(b, b.load(total), target, g * width + d)
         return context.get_dummy_value()
@@ -222,7 +224,16 @@ def _load_i64(b: Any, address: Any) -> Any:
     return b.load(pointer(b, address, 0, I64))
 
 
-def _runs(items: Sequence[Any], length: int) -> list[Sequence[Any]]:
+def _fit(room: int) -> tuple[int, int, int]:
+    """Of ``chunk_output``: lanes of a vector, heads and sums at once. AVX2's 16 registers hold 9
+    sums of 8 lanes beside 3 weights, the values and what LLVM keeps of their words; with 12 it
+    spilled 6 of them."""
+    return (TILE, room, room) if room > 8 else (8, 4, 9)
+
+
+def _runs(items: Sequence[Any], most: int) -> list[Sequence[Any]]:
+    """Runs of at most so many, as few and as even as can be."""
+    length = -(-len(items) // -(-len(items) // most))
     return [items[i : i + length] for i in range(0, len(items), length)]
 
 

@@ -1,0 +1,187 @@
+"""The cpu kernels at odd shapes, for each KV dtype and for the registers of each level.
+
+Pools are NaN wherever nobody may look. Keys and values are numbers that the KV dtype holds exactly,
+so the answer is attention in float64. ``vnni`` differs from ``avx2`` and ``plain`` in how many
+sums the code keeps at once, which any CPU can run; amx's products need the CPU.
+"""
+
+import numpy as np
+import pytest
+import torch
+from helpers.attention import fill_pool, make_rows, make_spec, num_blocks, oracle
+
+from octavo.attention import SplitPlan, cpu_step
+from octavo.attention.backends.cpu import CpuCandidate
+from octavo.kernels.levels import level
+from octavo.kernels.program import Program
+from octavo.kernels.rope_write.reference import rope_write
+from octavo.kernels.team import team
+from octavo.verify.problems import held
+
+LEVELS = sorted({"avx2", "vnni", level()})
+# Heads that share a KV head, sizes of keys and values, KV dtype, level.
+INT8 = [*[(3, 64, 64, "int8", name) for name in LEVELS], (5, 80, 80, "int8", level())]
+OTHERS = [
+    (1, 128, 128, "bfloat16", level()),
+    (7, 96, 64, "float32", level()),
+    (12, 64, 64, "bfloat16", level()),
+]
+SHAPE = ("group", "head_dim", "v_head_dim", "kv_dtype", "instructions")
+# What each layer may have beside: all of it are arguments of one compiled kernel.
+EXTRAS = [{}, {"window": 20, "soft_cap": 4.0}, {"window": 1}, {"has_sinks": True}]
+
+
+@pytest.fixture
+def at_level(monkeypatch):
+    return lambda name: monkeypatch.setattr(cpu_step, "level", lambda: name)
+
+
+def exact_rows(spec, *lens, **options):
+    rows = make_rows(spec, *lens, **options)
+    rows.keys, rows.values = (
+        [held(torch.from_numpy(x), spec).float().numpy() for x in side]
+        for side in (rows.keys, rows.values)
+    )
+    return rows
+
+
+def check(spec, rows, splits=None):
+    """One step through the backend: against float64, and nothing of the poison in it."""
+    backend = CpuCandidate().open(spec)
+    pool = fill_pool(spec, CpuCandidate().kv_layout(spec, num_blocks(rows)), backend, rows)
+    sinks = np.linspace(-1, 3, spec.num_heads, dtype=np.float32) if spec.has_sinks else None
+    plan = backend.plan(rows.batch, splits)
+    out, lse = backend.run(
+        torch.from_numpy(rows.q), *pool, plan, None if sinks is None else torch.from_numpy(sinks)
+    )
+    wanted = oracle(spec, rows, sinks)
+    np.testing.assert_allclose(out.numpy(), wanted[0], atol=1e-5)
+    np.testing.assert_allclose(lse.numpy(), wanted[1], atol=1e-5)
+
+
+def spec_of(phase, group, head_dim, v_head_dim, kv_dtype, **extras):
+    return make_spec(
+        phase,
+        num_heads=2 * group,
+        num_kv_heads=2,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        kv_dtype=kv_dtype,
+        block_size=32,
+        **extras,
+    )
+
+
+@pytest.mark.parametrize(SHAPE, INT8)  # the others are test_attention_cpu's
+def test_decode(at_level, group, head_dim, v_head_dim, kv_dtype, instructions):
+    """Around a tile, a block and a chunk; no keys at all; cut in seven, some of them empty."""
+    at_level(instructions)
+    lens = [1, 15, 16, 17, 31, 32, 33, 0, 127, 128, 129, 300]
+    for extras in EXTRAS:
+        spec = spec_of("decode", group, head_dim, v_head_dim, kv_dtype, **extras)
+        rows = exact_rows(spec, lens)
+        check(spec, rows)
+        if "window" not in extras:
+            check(spec, rows, sevenths(lens))
+
+
+def sevenths(lens):
+    edges = np.array([[n * i // 7 for i in range(8)] for n in lens], np.int32)
+    starts, stops = edges[:, :-1].reshape(-1), edges[:, 1:].reshape(-1)
+    row_start = np.arange(len(lens) + 1, dtype=np.int32) * 7
+    return SplitPlan(row_start, starts, stops, np.array(lens), 1, 1, "auto", 0, 1)
+
+
+@pytest.mark.parametrize(SHAPE, INT8 + OTHERS)
+def test_prefill(at_level, group, head_dim, v_head_dim, kv_dtype, instructions):
+    """Whole prompts around a tile and a block, chunks, cached prefixes, a row of one token: all
+    in one batch."""
+    at_level(instructions)
+    lens = [1, 15, 16, 17, 31, 33, 129, 40, 300, 257, 70]
+    new = [1, 15, 16, 17, 31, 33, 129, 3, 20, 1, 64]
+    for extras in EXTRAS:
+        spec = spec_of("prefill", group, head_dim, v_head_dim, kv_dtype, **extras)
+        check(spec, exact_rows(spec, lens, new))
+
+
+@pytest.mark.parametrize("num_decodes", [0, 2, 3])
+def test_a_step_of_decodes_and_prompts(num_decodes):
+    """As the cpu runtime's: one plan, attend and merge for the first rows, prefill for the rest."""
+    lens, new = [300, 17, 1, 40, 33, 129], [1, 1, 1, 5, 33, 2]
+    spec = spec_of("decode", 3, 64, 64, "int8")
+    rows = exact_rows(spec, lens, new)
+    k, v = fill_pool(
+        spec,
+        CpuCandidate().kv_layout(spec, num_blocks(rows)),
+        CpuCandidate().open(spec),
+        rows,
+    )
+    plan = cpu_step.CpuPlan(spec, team().num_threads)
+    plan.fill(rows.batch.query_start_loc, rows.batch.seq_lens, num_decodes, rows.batch.block_table)
+    out = np.full((len(rows.q) + 1, 6, 64), np.nan, np.float32)
+    places = {"q": rows.q, "out": out, "k_cache": k.numpy(), "v_cache": v.numpy()}
+    calls = cpu_step.decode_calls(spec, plan, **places)
+    team().run(Program([*calls, cpu_step.prefill_call(spec, plan, **places)]))
+    np.testing.assert_allclose(out[:-1], oracle(spec, rows)[0], atol=1e-5)
+    assert np.isnan(out[-1]).all()  # a buffer may be longer than the step
+
+
+@pytest.mark.parametrize("rotary_dim", [64, 24])
+@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
+def test_rope_write(kv_dtype, with_norm, rotary_dim):
+    """Seven tokens, one of them stored nowhere; compared in the pool to half a step of rounding."""
+    spec = make_spec(num_heads=6, num_kv_heads=2, kv_dtype=kv_dtype)
+    backend, layout = CpuCandidate().open(spec), CpuCandidate().kv_layout(spec, 4)
+    tokens, slots = 7, np.array([0, 1, 17, -1, 31, 63, 40], np.int32)
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(tokens, 10 * 64, generator=generator)
+    angles = torch.randn(tokens, rotary_dim // 2, generator=generator)
+    weights = torch.randn(8, 64, generator=generator) if with_norm else None
+    pools = [
+        torch.zeros(shape, dtype=getattr(torch, layout.dtype))
+        for shape in (layout.k_shape, layout.v_shape)
+    ]
+    wanted_pools = [torch.zeros(4, 16, 2, 64) for _ in "kv"]
+    wanted_q = rope_write(
+        qkv,
+        torch.arange(tokens),
+        angles.cos(),
+        angles.sin(),
+        *wanted_pools,
+        torch.from_numpy(slots),
+        num_heads=6,
+        qk_norm=weights,
+        eps=1e-6,
+    )
+    plan = cpu_step.CpuPlan(spec, team().num_threads)
+    starts = np.arange(tokens + 1, dtype=np.int32)
+    lens, table = np.ones(tokens, np.int32), np.zeros((tokens, 1), np.int32)
+    plan.fill(starts, lens, tokens, table, slots)
+    q = np.zeros((tokens, 6, 64), np.float32)
+    call = cpu_step.rope_write_call(
+        spec,
+        plan,
+        qkv=qkv.numpy(),
+        q=q,
+        cos=angles.cos().numpy(),
+        sin=angles.sin().numpy(),
+        k_cache=pools[0].view(torch.uint8).numpy(),
+        v_cache=pools[1].view(torch.uint8).numpy(),
+        rotary_dim=rotary_dim,
+        qk_norm=None if weights is None else weights.numpy(),
+        norm_eps=1e-6,
+    )
+    team().run(Program([call]))
+    torch.testing.assert_close(torch.from_numpy(q), wanted_q, atol=2e-6, rtol=1e-5)
+    got = backend.gather(*pools, torch.arange(4, dtype=torch.int32), 64)
+    for found, wanted in zip(got, wanted_pools, strict=True):
+        wanted = wanted.view(64, 2, 64)
+        half_step = {
+            "float32": 0 * wanted,
+            "bfloat16": wanted.abs() / 256,
+            "int8": wanted.abs().amax(-1, keepdim=True) / 254,
+        }[kv_dtype]
+        error = (found.float() - wanted).abs()
+        assert (error <= 1.01 * half_step + 1e-5).all()
+        assert (found[wanted.abs().amax((1, 2)) == 0] == 0).all()  # no other slot is written
