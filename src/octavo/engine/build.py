@@ -179,6 +179,17 @@ def build_engine(config: EngineConfig) -> Loaded:
     return Loaded(engine, frontend, params, report)
 
 
+def check_plan(config: EngineConfig) -> None:
+    """Raise what :func:`build_engine` would raise before it reads weights, for a process that is
+    about to start another for it. On a GPU only torch knows how much memory is free, and importing
+    that takes as long as finding it out there.
+    """
+    model = describe_model(config, open_model(config))
+    choice = choose_runtime(model)
+    if model.device == "cpu":
+        _plan_blocks(model, choice)
+
+
 def open_model(config: EngineConfig) -> Checkpoint:
     """The checkpoint that the config names, opened: described, its weights not yet read."""
     real = config.load_format == "auto"

@@ -1,6 +1,6 @@
 """Starting, watching and stopping the server: the first API process is this one.
 
-In order: the port is taken, so that a start in vain ends at once; the checkpoint is found; the
+In order: the port is taken and the model planned for, so that a start in vain ends at once; the
 engine process begins to load, and API processes beyond the first; the text side is loaded
 meanwhile. Calls get 503 until the engine is ready. SIGTERM or Ctrl-C lets running answers finish,
 for ``shutdown_timeout`` seconds; a second Ctrl-C ends everything at once.
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.config import EngineConfig
-from octavo.engine.build import open_model
+from octavo.engine.build import check_plan
 from octavo.errors import ConfigError
 from octavo.server.config import METRICS_FOLDER_VARIABLE, ServerConfig
 from octavo.server.processes import log_to_stderr
@@ -49,7 +49,7 @@ def serve(config: ServerConfig, engine: EngineConfig) -> None:
     log_to_stderr()
     _check_files(config)
     listeners = _listen(config)
-    open_model(engine)  # a model that isn't there is said before anything is started
+    check_plan(engine)  # what can't be served is said before anything is started
 
     with contextlib.ExitStack() as stack:
         for listener in listeners:
