@@ -32,6 +32,7 @@ from octavo.kernels.split_attention.cpu import attend_op, attend_scratch_bytes, 
 COST = SplitCost(min_tokens=128, merge_tokens=16)
 # 16-lane sums that the registers hold beside what else they must.
 _ROOM = {"amx": 20, "vnni": 20, "avx2": 6, "plain": 6}
+_NO_TILES = np.empty((0, 4), np.int32)
 
 
 class CpuPlan:
@@ -248,6 +249,8 @@ def _tiles(
 ) -> NDArray[np.int32]:
     """int32 [tiles, 4]: row, first token, number of tokens and position of the first, of the tiles
     of all rows but the first; those with the most to do come first."""
+    if num_decodes == len(seq_lens):
+        return _NO_TILES
     tile = query_tile(spec.num_heads // spec.num_kv_heads)
     starts = query_start_loc[num_decodes:-1]
     lens = np.diff(query_start_loc[num_decodes:])
