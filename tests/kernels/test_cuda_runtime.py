@@ -102,7 +102,9 @@ PARAMS = [
 ]
 
 
-@pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize(
+    ("model", "overlapped"), [("qwen3", True), ("gemma3", False)], indirect=["model"]
+)
 def test_the_engine_answers_as_on_the_eager_runtime(model: Path, overlapped: bool) -> None:
     """Ids that only the device knows, rows that come and go, all that sampling knows."""
     prompts = [IDS[i : i + 4 + 5 * i] for i in range(len(PARAMS))]
@@ -168,6 +170,7 @@ def test_fused_decode_of_few_rows(tmp_path: Path) -> None:
     assert any((a != b).any() for a, b in zip(found[False], found[True], strict=True))
 
 
+@pytest.mark.parametrize("model", ["gemma3"], indirect=True)
 def test_steps_that_are_run_at_load(model: Path) -> None:
     """The largest ones, and one of each kind: they leave the runtime as it was."""
     driver = load(model, max_rows=4, max_tokens=12, max_model_len=64)
