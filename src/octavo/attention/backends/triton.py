@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from octavo.attention.backends.nhd import NhdPool, nhd_layout
 from octavo.attention.spec import AttentionBatch, AttentionSpec, KVLayout, Support
 
 if TYPE_CHECKING:
@@ -50,9 +51,7 @@ class TritonCandidate:
         return Support(True)
 
     def kv_layout(self, spec: AttentionSpec, num_blocks: int) -> KVLayout:
-        tokens = (num_blocks, spec.block_size, spec.num_kv_heads)
-        k_shape, v_shape = (*tokens, spec.head_dim), (*tokens, spec.v_head_dim)
-        return KVLayout(k_shape, v_shape, "NHD", "NHD", spec.kv_dtype)
+        return nhd_layout(spec, num_blocks)
 
     def open(self, spec: AttentionSpec) -> TritonBackend:
         from octavo.kernels.split_attention.triton import resident_slots
@@ -70,7 +69,7 @@ class TritonPlan:
     scratch: Scratch | None  # decode only
 
 
-class TritonBackend:
+class TritonBackend(NhdPool):
     """See :class:`octavo.attention.spec.Backend`. ``num_slots`` is the decode grid's size."""
 
     def __init__(self, spec: AttentionSpec, num_slots: int) -> None:
@@ -163,9 +162,3 @@ class TritonBackend:
             scratch=plan.scratch,
             sinks=sinks,
         )
-
-    def gather(
-        self, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, length: int
-    ) -> tuple[Tensor, Tensor]:
-        blocks = block_table[: -(-length // self.spec.block_size)].long()
-        return k_cache[blocks].flatten(0, 1)[:length], v_cache[blocks].flatten(0, 1)[:length]
