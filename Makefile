@@ -28,8 +28,12 @@ run: $(VENV)/.stamp-warm
 setup: $(VENV)/.stamp-warm
 	@echo "octavo: ready; try $(VENV)/bin/octavo --help"
 
+# Two files at a time, then one by one what is marked `alone`: it watches the clock.
 test: $(VENV)/.stamp-test
-	@$(VENV)/bin/python -m pytest
+	@failed=0; \
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone" || failed=1; \
+	$(VENV)/bin/python -m pytest -m alone || failed=1; \
+	exit $$failed
 
 check: $(VENV)/.stamp-test
 	@$(VENV)/bin/ruff check .

@@ -232,6 +232,7 @@ def test_a_grammar_that_turns_out_too_large_ends_its_request_only(uniform: LLM) 
     assert is_idle(uniform)
 
 
+@pytest.mark.alone
 def test_streams_side_by_side(random_model: Path) -> None:
     """Many grammars and none at once; leaving some of them early leaves nothing behind."""
 

@@ -59,6 +59,7 @@ def test_a_record_can_be_changed_between_runs():
     assert values.tolist() == [2, 1, 1]
 
 
+@pytest.mark.alone
 def test_helpers_that_fell_asleep_wake_up():
     crew = Team(3)
     values = np.zeros(10, np.float32)

@@ -52,6 +52,7 @@ SMALL_POOL = {"num_gpu_blocks_override": 8, "max_model_len": 256, "block_size": 
 PROMPT_C = some_ids(100, seed=20)
 
 
+@pytest.mark.alone
 @both_loops
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
 def test_o20_larger_than_the_pool(
@@ -185,6 +186,7 @@ async def leave_after_the_first_piece(llm: AsyncLLM, n: int) -> None:
     await outputs.aclose()
 
 
+@pytest.mark.alone
 @both_loops
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("leave", [cancel_while_waiting_for_all, leave_after_the_first_piece])
@@ -215,6 +217,7 @@ def test_o22_who_leaves_frees_everything(
     assert not caplog.records
 
 
+@pytest.mark.alone
 @both_loops
 def test_o22_leaving_the_queue(folder: Path, async_scheduling: bool) -> None:
     async def run() -> None:

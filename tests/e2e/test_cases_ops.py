@@ -55,6 +55,7 @@ def test_o38_five_models_leave_nothing_behind(tmp_path: Path, name: str) -> None
     assert last[2] < first[2] + 4
 
 
+@pytest.mark.alone
 def test_o38_help_is_quick_and_light() -> None:
     began = time.monotonic()
     command = [sys.executable, "-X", "importtime", "-m", "octavo", "--help"]

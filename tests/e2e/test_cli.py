@@ -132,6 +132,7 @@ def first_token_seconds(command: list[str], environment: dict[str, str]) -> floa
     return waited
 
 
+@pytest.mark.alone
 def test_a_second_make_run_needs_no_network_and_answers_within_4_seconds(tmp_path: Path) -> None:
     """Where the kernel lets us, in a network namespace with nothing in it (this stops Rust and C
     too); everywhere with an audit hook in each Python, which sees attempts that are swallowed."""

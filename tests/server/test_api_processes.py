@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from helpers.server import Server, gone, serving, wait_for
 
+pytestmark = pytest.mark.alone
 COMPLETIONS = "/v1/completions"
 SHORT = {"prompt": "a", "temperature": 0}  # is answered "bcdefgh"
 LONG = {"prompt": "a long way to go", "max_tokens": 1900, "ignore_eos": True}

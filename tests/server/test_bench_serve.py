@@ -38,6 +38,7 @@ def figure(out: str, label: str) -> float:
     return float(line.removeprefix(label))
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("variant", [{}, {"texts": ["    "] * 7 + ["   "]}, {"empty_at": 50.0}])
 def test_o39(variant: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     with stub_server(lambda body: case_39(**variant)) as stub:

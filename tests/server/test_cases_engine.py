@@ -55,6 +55,7 @@ def test_o14_the_same_text_in_any_company(small_pool: Server) -> None:
     assert text(small_pool, prompt, 48) == alone  # its beginning is cached now
 
 
+@pytest.mark.alone
 def test_o20_a_request_larger_than_the_pool(small_pool: Server) -> None:
     began = time.monotonic()
     reply = small_pool.call("POST", COMPLETIONS, {"prompt": [5] * (16 * BLOCKS + 1)})
@@ -142,6 +143,7 @@ def test_o17_o18_answers_keep_to_their_schemas(spaces: Server) -> None:
         assert texts(spaces.stream(COMPLETIONS, body)) == whole
 
 
+@pytest.mark.alone
 def test_o18_a_compilation_holds_up_no_one(spaces: Server) -> None:
     words = [f"word {i} of many" for i in range(20_000)]
     body = structured({"type": "array", "items": {"enum": words}}, max_tokens=5)

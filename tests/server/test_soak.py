@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 
+import pytest
 
+
+@pytest.mark.alone
 def test_many_clients(soaking: subprocess.Popen[str]) -> None:
     out, errors = soaking.communicate(timeout=240)
     assert soaking.returncode == 0, errors

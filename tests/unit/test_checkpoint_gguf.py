@@ -61,6 +61,7 @@ def open_tiny(tmp_path: Path, keys: dict[str, Any] | None = None, **tensors: Any
 # ---- What a sound file says
 
 
+@pytest.mark.alone
 def test_smollm2() -> None:
     path = installed("smollm2-135m")
     start = time.perf_counter()

@@ -198,6 +198,7 @@ def test_costs_are_the_callers():
     assert len(plan([1024], cost=SplitCost(min_tokens=64, merge_tokens=2000)).boundaries[0]) == 1
 
 
+@pytest.mark.alone
 def test_planning_is_cheap():
     lens = np.random.default_rng(0).integers(1, 8192, 256)
     plan(lens)
