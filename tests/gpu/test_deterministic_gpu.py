@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, get_args
@@ -17,12 +18,18 @@ pytest.importorskip("triton")
 
 import torch
 from helpers.checkpoints import family
+from helpers.decode import attend, make_rows
 
 from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError
-from octavo.kernels.linear_fixed import reference
+from octavo.kernels.linear_add.reference import linear_add
+from octavo.kernels.linear_fixed import fused, reference
 from octavo.kernels.linear_fixed.tiles import Kind, Tile
 from octavo.kernels.linear_fixed.triton import linear_fixed, make_counters
+from octavo.kernels.norm_gate_up.reference import norm_gate_up
+from octavo.kernels.norm_linear.reference import norm_linear
+from octavo.kernels.rope_attention.reference import rope_attention
+from octavo.kernels.rope_attention.triton import choose_cut
 from octavo.outputs import RequestOutput
 
 pytestmark = pytest.mark.skipif(
@@ -74,6 +81,82 @@ def test_a_row_of_a_product_is_the_same_in_any_tile(n: int, k: int, kind: Kind) 
         found = linear_fixed(x, weight, None, counters, kind, tile=tile)
         assert torch.equal(found, whole), tile
     assert not counters.any()
+
+
+# ---- fused steps
+
+MANY = [1, 2, 5, 8, 16, 17, 40, 64, 100, 129, 250]
+
+
+def rows_of(count: int, most: int = 250) -> list[slice]:
+    """Places of so many rows among all."""
+    return [slice(first, first + count) for first in {0, (most - count) // 2, most - count}]
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(
+    ("n", "k"), [(4096, 1024), (1024, 2048), (1024, 3072), (896, 896), (576, 192)]
+)
+def test_a_row_of_a_fused_product_is_the_same_in_any_batch(n: int, k: int, biased: bool) -> None:
+    torch.manual_seed(0)
+    weight, y = (torch.randn(m, k, device="cuda", dtype=torch.bfloat16) for m in (n, 250))
+    weight *= k**-0.5
+    bias = torch.randn(n, device="cuda", dtype=torch.bfloat16) if biased else None
+    squares, norm = torch.rand(250, 64, device="cuda") * k / 32, torch.rand(n, device="cuda")
+    stream = torch.randn(250, n, device="cuda")
+
+    def launch(part: slice) -> list[torch.Tensor]:
+        x, own, sums = stream[part].clone(), y[part], squares[part]
+        out, h = (torch.full_like(x, torch.nan, dtype=torch.bfloat16) for _ in range(2))
+        ffn = out[:, : n // 2].clone()
+        left = torch.full((len(x), fused.square_columns(n, k, len(x))), torch.nan, device="cuda")
+        fused.norm_linear(own, sums, weight, out, eps=1e-6, bias=bias)
+        fused.norm_gate_up(own, sums, weight, ffn, eps=1e-6, bias=bias)
+        fused.linear_add(own, weight, x, norm, h, left, bias=bias)
+        return [out, ffn, x, h, left]
+
+    names = ("out", "ffn", "x", "h", "squares")
+    whole = launch(slice(0, 250))
+    for found, wanted in (
+        (whole[0], norm_linear(y, squares, weight, eps=1e-6, bias=bias)),
+        (whole[1], norm_gate_up(y, squares, weight, eps=1e-6, bias=bias)),
+        (whole[2], linear_add(y, weight, stream, norm, bias=bias)[0]),
+    ):
+        assert float((found.double() - wanted).norm() / wanted.double().norm()) < 0.01
+    for part in (part for count in MANY for part in rows_of(count)):
+        for name, found, wanted in zip(names, launch(part), whole, strict=True):
+            assert torch.equal(found, wanted[part]), (name, part)
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_a_row_of_fused_attention_is_the_same_in_any_batch(window: int | None) -> None:
+    """In grids of any number of shares, which the longest row decides."""
+    lens = [1, 255, 256, 257, 600, 1024, 1025, 8192, 8193, 20_000, 3, 511]
+    rows = make_rows(lens, num_heads=16, num_kv_heads=8, head_dim=128, window=window, device="cuda")
+    spec = replace(rows.spec, split_mode="fixed", split_tokens=256)
+    rows = replace(rows, spec=spec)
+    whole, counters = attend(rows, choose_cut(spec, len(lens), max(lens)))
+    assert not counters.any()
+    want = rope_attention(
+        rows.spec,
+        rows.qkv,
+        rows.k_cache,
+        rows.v_cache,
+        rows.block_table,
+        rows.seq_lens,
+        rows.slot_mapping,
+        rows.cos,
+        rows.sin,
+        q_norm=rows.q_norm,
+        k_norm=rows.k_norm,
+        eps=1e-6,
+    )
+    assert float((whole.double() - want).norm() / want.double().norm()) < 8e-3
+    for first, stop in [*((i, i + 1) for i in range(len(lens))), (0, 7), (5, 12)]:
+        names = ("qkv", "block_table", "seq_lens", "slot_mapping")
+        part = replace(rows, **{name: getattr(rows, name)[first:stop] for name in names})
+        cut = choose_cut(spec, stop - first, max(lens[first:stop]))
+        assert torch.equal(attend(part, cut)[0], whole[first:stop]), (first, stop)
 
 
 # ---- requests

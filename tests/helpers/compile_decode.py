@@ -24,12 +24,13 @@ from triton.runtime.jit import JITFunction
 from octavo.kernels.embed import triton as embed
 from octavo.kernels.linear.tiles import Tile
 from octavo.kernels.linear_add import triton as linear_add
+from octavo.kernels.linear_fixed import fused as fixed
 from octavo.kernels.norm_gate_up import triton as norm_gate_up
 from octavo.kernels.norm_linear import triton as norm_linear
 from octavo.kernels.rope_attention import triton as rope_attention
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-MODULES = (embed, linear_add, norm_gate_up, norm_linear, rope_attention)
+MODULES = (embed, fixed, linear_add, norm_gate_up, norm_linear, rope_attention)
 
 
 class NoDevice:
@@ -108,6 +109,22 @@ def add(rows: int, n: int, k: int, **how: Any) -> None:
     linear_add.linear_add(zeros(rows, k), zeros(n, k), x, norm, h, squares, **how)
 
 
+def fixed_qkv(rows: int, n: int, k: int, **how: Any) -> None:
+    out = zeros(rows, n)
+    fixed.norm_linear(zeros(rows, k), sums(rows), zeros(n, k), out, eps=1e-6, **how)
+
+
+def fixed_gate_up(rows: int, inner: int, k: int, **how: Any) -> None:
+    weight, out = zeros(2 * inner, k), zeros(rows, inner)
+    fixed.norm_gate_up(zeros(rows, k), sums(rows), weight, out, eps=1e-6, **how)
+
+
+def fixed_add(rows: int, n: int, k: int, **how: Any) -> None:
+    x, norm, h = sums(rows, n), sums(1, n)[0], zeros(rows, n)
+    squares = sums(rows, fixed.square_columns(n, k, rows))
+    fixed.linear_add(zeros(rows, k), zeros(n, k), x, norm, h, squares, **how)
+
+
 def attention(
     length: int, num_rows: int = 1, *, with_lse: bool = False, share: int = 0, **shape: Any
 ) -> None:
@@ -180,6 +197,17 @@ CASES: dict[str, Callable[[], None]] = {
         100, with_lse=True, share=304, num_heads=9, num_kv_heads=3, head_dim=64, window=100
     ),
     "embed": embed_rows,
+    "fixed norm_linear, 16 rows": lambda: fixed_qkv(16, 4096, 1024),
+    "fixed norm_linear, 32 rows": lambda: fixed_qkv(32, 4096, 1024),
+    "fixed norm_linear, 256 rows, bias": lambda: fixed_qkv(256, 4096, 1024, bias=zeros(4096)),
+    "fixed norm_gate_up, 16 rows": lambda: fixed_gate_up(16, 3072, 1024),
+    "fixed norm_gate_up, 32 rows": lambda: fixed_gate_up(32, 3072, 1024),
+    "fixed norm_gate_up, 256 rows, all features": lambda: fixed_gate_up(
+        256, 4864, 896, activation="gelu_tanh", bias=zeros(9728)
+    ),
+    "fixed linear_add, 32 rows": lambda: fixed_add(32, 1024, 2048),
+    "fixed linear_add, 64 rows": lambda: fixed_add(64, 1024, 3072),
+    "fixed linear_add, 256 rows, bias": lambda: fixed_add(256, 576, 1536, bias=zeros(576)),
 }
 
 

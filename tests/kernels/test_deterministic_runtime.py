@@ -38,9 +38,12 @@ PARAMS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """QK-norm, windows, post-norms, a scaled and tied embedding; few heads, as time goes there."""
+@pytest.fixture(scope="module", params=["qwen3", "gemma3"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One whose steps are fused; and one of windows, post-norms, a scaled and tied embedding, and
+    few heads, as time goes there."""
+    if request.param == "qwen3":
+        return family(tmp_path_factory.mktemp("qwen3"), "qwen3", intermediate_size=128)
     return family(
         tmp_path_factory.mktemp("gemma3"),
         "gemma3",
@@ -58,14 +61,22 @@ def products_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """numpy's BLAS rounds a row by its place in the matrix, which tensor cores don't."""
 
     def create_dot(self, a, b, d, *options):
-        product = np.einsum("ik,kj->ij", a.data, b.data)
+        product = np.einsum("...ik,...kj->...ij", a.data, b.data)
         return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
 def engine_of(model: Path, tokens: int, blocks: int, overlapped: bool) -> Engine:
-    driver = load(model, block_size=2, num_blocks=blocks, max_rows=4, deterministic=True)
+    driver = load(
+        model,
+        block_size=2,
+        num_blocks=blocks,
+        dtype="bfloat16" if "qwen3" in str(model) else "float32",
+        max_rows=4,
+        deterministic=True,
+    )
+    assert (driver.runtime._fused is None) == (driver.runtime.dtype is torch.float32)
     limits = EngineLimits(
         max_num_seqs=4,
         max_num_batched_tokens=tokens,

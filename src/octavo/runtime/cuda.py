@@ -10,15 +10,15 @@ Elementwise stages are Triton's kernels, products are the library's, attention i
 A residual isn't added where it comes from but by the next norm, in one kernel.
 
 Deterministic, a token's bits depend on nothing but the tokens before it (docs/precision.md has the
-rules): decode rows and prefill rows go through products of their own, whose sums don't depend on
-the batch, whatever step they are part of.
+rules): decode rows and prefill rows are carried out apart, whatever step they are part of, each by
+kernels of their own whose sums don't depend on the batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -32,7 +32,6 @@ from octavo.attention.spec import AttentionBatch, AttentionSpec, Backend
 from octavo.engine.batch import StepBatch
 from octavo.engine.sampling import SampleOutput, SamplingBatch
 from octavo.kernels.gated.triton import gated
-from octavo.kernels.linear_fixed.triton import linear_fixed, make_counters
 from octavo.kernels.norm.triton import add_rms_norm
 from octavo.kernels.rope_write.triton import rope_write
 from octavo.kernels.step_inputs.layout import make_inputs
@@ -41,6 +40,8 @@ from octavo.models.decoder import StageName, cover, lower
 from octavo.models.rope import inverse_frequencies
 from octavo.models.spec import DecoderSpec, RopeSpec
 from octavo.runtime.cuda_fused import Cuts, FusedDecode, supports
+from octavo.runtime.cuda_linears import LIBRARY, fixed_linears
+from octavo.runtime.cuda_step import GroupStep, Step
 from octavo.runtime.device_sampling import DeviceSampler, Handle
 from octavo.runtime.eager import Layer
 from octavo.runtime.graphs import Graphs
@@ -84,44 +85,13 @@ class Limits:
     blocks: int
 
 
-@dataclass(frozen=True)
-class GroupStep:
-    """A KV group's part of a step; a phase without rows has no plan."""
-
-    slots: Tensor  # [T]
-    decode_plan: Any | None
-    prefill: Backend | None
-    prefill_plan: Any | None
-
-
-@dataclass
-class Step:
-    """What the stages of one step read, and what they hand on.
-
-    Of the T tokens the first ``num_decodes`` are rows of a single one: decode attention's part.
-    """
-
-    x: Tensor  # [T, hidden], the residual stream
-    positions: Tensor  # [T]
-    num_decodes: int
-    groups: Sequence[GroupStep]
-    logits_rows: Tensor | None  # [L], tokens whose logits are wanted; None: all
-    delta: Tensor | None = None  # [T, hidden], to be added to x
-    post_norm: Tensor | None = None  # its post-norm
-    qkv: Tensor = field(init=False)  # [T, q + 2 kv]
-    q: Tensor = field(init=False)  # [T, heads, head_dim]
-    attention: Tensor = field(init=False)  # [T, heads, head_dim]
-    ffn: Tensor = field(init=False)  # [T, intermediate]
-    hidden: Tensor = field(init=False)  # [L, hidden], normed: the head's input
-
-
 class CudaRuntime:
     """A model on a GPU: its weights, its KV pools, and the ops for its stages.
 
     ``attention`` has the candidates of each KV group, whose pools lie as block, token, head, dim.
-    ``graphs`` off launches every step op by op; ``fused`` off has no fused kernels for few rows,
-    whose sums are in another order, so that ``deterministic`` has none either; its attention must
-    be of kernels that don't look at the batch.
+    ``graphs`` off launches every step op by op; ``fused`` off has no fused kernels for few rows.
+    ``deterministic`` has fused ones for any number of rows where it can; its attention must be of
+    kernels that don't look at the batch.
     """
 
     def __init__(
@@ -148,8 +118,9 @@ class CudaRuntime:
         self._stream: Any = None
         if self.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._deterministic = deterministic
         with self._on_device():
-            self._counters = make_counters(self.device) if deterministic else None
+            self._linears = fixed_linears(self.device) if deterministic else LIBRARY
         groups = len(attention)
         self._upload = Upload(
             most_ints(limits.tokens, limits.rows, groups, limits.blocks), self.device
@@ -175,8 +146,16 @@ class CudaRuntime:
         self._sampler = DeviceSampler(self._logits, self._buckets, self._graphs)
         specs = [one.decode.spec for one in attention]
         self._fused: FusedDecode | None = None
-        if fused and not deterministic and supports(spec, self.dtype, specs, 1).ok:
-            self._fused = FusedDecode(spec, weights, layers, specs, self._inputs, self._rope)
+        if (fused or deterministic) and supports(spec, self.dtype, specs, fixed=deterministic).ok:
+            self._fused = FusedDecode(
+                spec,
+                weights,
+                layers,
+                specs,
+                self._inputs,
+                self._rope,
+                fixed_rows=limits.rows if deterministic else 0,
+            )
         with self._on_device():  # the largest scratch, once
             self._plans = {self._buckets[-1]: self._decode_groups(self._buckets[-1])}
 
@@ -254,30 +233,35 @@ class CudaRuntime:
 
     def _decode(self, bucket: int, longest: int) -> None:
         key = self._decode_key(bucket, longest)
-        fused, cuts = self._fused, key[1]
-        if fused is None or cuts is None:
-            self._graphs.run(key, lambda: self._launch_decode(bucket))
+        self._graphs.run(key, lambda: self._launch_decode(*key))
+
+    def _launch_decode(self, bucket: int, cuts: Cuts | None) -> None:
+        self._unpack(bucket, bucket)
+        if self._fused is None or cuts is None or self._deterministic:
+            self._head(self._decoded(bucket, cuts), self._logits[:bucket])
         else:
-            self._graphs.run(key, lambda: self._launch_fused(fused, bucket, cuts))
+            self._fused.launch(bucket, cuts, self._logits[:bucket])
 
-    def _launch_fused(self, fused: FusedDecode, bucket: int, cuts: Cuts) -> None:
-        self._unpack(bucket, bucket)
-        fused.launch(bucket, cuts, self._logits[:bucket])
-
-    def _launch_decode(self, bucket: int) -> None:
-        if bucket not in self._plans:
-            self._plans[bucket] = self._decode_groups(bucket)
-        self._unpack(bucket, bucket)
+    def _decoded(self, rows: int, cuts: Cuts | None) -> Tensor:
+        """The head's input [rows, hidden] for the step's first rows, which decode."""
+        if self._fused is not None and cuts is not None:
+            x = self._fused.launch_layers(rows, cuts)
+            normed = add_rms_norm(x, self._weights.final_norm, self.spec.norm_eps, dtype=self.dtype)
+            assert normed is not None
+            return normed
+        if rows not in self._plans:
+            self._plans[rows] = self._decode_groups(rows)
         step = Step(
-            x=self._embedded(bucket).float(),
-            positions=self._inputs.positions[:bucket],
-            num_decodes=bucket,
-            groups=self._plans[bucket],
+            x=self._embedded(self._inputs.ids[:rows]).float(),
+            linear=self._linears.decode,
+            positions=self._inputs.positions[:rows],
+            num_decodes=rows,
+            groups=self._plans[rows],
             logits_rows=None,
         )
         for op in self._program:
             op(self, step)
-        self._head(step.hidden, self._logits[:bucket])
+        return step.hidden
 
     def _decode_groups(self, rows: int) -> list[GroupStep]:
         inputs = self._inputs
@@ -296,31 +280,41 @@ class CudaRuntime:
     # ---- all other steps
 
     def _mixed(self, batch: StepBatch) -> None:
-        x = self._embedded(batch.num_tokens)
-        step = Step(
-            x=x if self._counters is None else x.float(),  # as in decode steps
-            positions=self._inputs.positions[: batch.num_tokens],
-            num_decodes=batch.num_decodes,
-            groups=[self._plan(number, batch) for number in range(len(self._attention))],
-            logits_rows=self._inputs.logits_rows[: len(batch.logits_indices)],
-        )
-        for op in self._program:
-            op(self, step)
-        self._hidden = step.hidden
-        sampled = step.hidden
+        apart = batch.num_decodes if self._deterministic else 0
+        rows = self._inputs.logits_rows[: len(batch.logits_indices)]
+        parts = []
+        if apart:
+            _, cuts = self._decode_key(apart, int(batch.seq_lens[:apart].max()))
+            decoded = int(np.searchsorted(batch.logits_indices, apart))
+            parts.append(self._decoded(apart, cuts)[rows[:decoded]])
+            rows = rows[decoded:] - apart
+        if apart < batch.num_tokens:
+            step = Step(
+                x=self._embedded(self._inputs.ids[apart : batch.num_tokens]),
+                linear=self._linears.others,
+                positions=self._inputs.positions[apart : batch.num_tokens],
+                num_decodes=batch.num_decodes - apart,
+                groups=[self._plan(number, batch, apart) for number in range(len(self._attention))],
+                logits_rows=rows,
+            )
+            for op in self._program:
+                op(self, step)
+            parts.append(step.hidden)
+        self._hidden = sampled = parts[0] if len(parts) == 1 else torch.cat(parts)
         if len(batch.sample_indices) < len(sampled):
             sampled = sampled[self._indices(batch.sample_indices)]
         if len(sampled):
             self._head(sampled, self._logits[: len(sampled)])
 
-    def _plan(self, group: int, batch: StepBatch) -> GroupStep:
+    def _plan(self, group: int, batch: StepBatch, apart: int) -> GroupStep:
+        """Of all rows but the first ``apart``."""
         attention, inputs = self._attention[group], self._inputs
         first, rows = batch.num_decodes, batch.num_rows  # decode rows have one token each
         lens, tables, starts = inputs.seq_lens, inputs.tables[group], inputs.prefill_starts
         prefill_lens = inputs.prefill_lens[: rows - first]
         decode_plan = prefill_plan = None
         prefill: Backend | None = None
-        if first > 0:
+        if first > apart:
             decode_plan = attention.decode.plan_on_device(starts, lens[:first], tables[:first])
         if first < rows:
             short = attention.short_prefill
@@ -338,7 +332,7 @@ class CudaRuntime:
                         batch.block_table[group][first:],
                     )
                 )
-        slots = inputs.slots[group, : batch.num_tokens]
+        slots = inputs.slots[group, apart : batch.num_tokens]
         return GroupStep(slots, decode_plan, prefill, prefill_plan)
 
     def _rows_are_short(self, batch: StepBatch) -> bool:
@@ -380,14 +374,14 @@ class CudaRuntime:
             for op, layer in cover(stages, ops)
         ]
 
-    def _embedded(self, num_tokens: int) -> Tensor:
-        x = F.embedding(self._inputs.ids[:num_tokens], self._weights.embed)
+    def _embedded(self, ids: Tensor) -> Tensor:
+        x = F.embedding(ids, self._weights.embed)
         return x if self.spec.embed_scale == 1.0 else x * self._embed_scale
 
     def _norm_qkv(self, step: Step, layer: Layer) -> None:
         weights = layer.weights
         x = self._normed(step, weights.attn_norm)
-        step.qkv = self._product(step, x, weights.qkv, weights.qkv_bias)
+        step.qkv = step.linear(x, weights.qkv, weights.qkv_bias)
 
     def _rope_write(self, step: Step, layer: Layer) -> None:
         step.q = rope_write(
@@ -414,26 +408,22 @@ class CudaRuntime:
 
     def _out_proj(self, step: Step, layer: Layer) -> None:
         weights = layer.weights
-        step.delta = self._product(step, step.attention.flatten(1), weights.o, weights.o_bias)
+        step.delta = step.linear(step.attention.flatten(1), weights.o, weights.o_bias)
         step.post_norm = weights.attn_post_norm
 
     def _norm_ffn_up(self, step: Step, layer: Layer) -> None:
         weights = layer.weights
         x = self._normed(step, weights.ffn_norm)
-        up = self._product(step, x, weights.gate_up, weights.gate_up_bias)
+        up = step.linear(x, weights.gate_up, weights.gate_up_bias)
         step.ffn = gated(up, self.spec.activation)
 
     def _ffn_down(self, step: Step, layer: Layer) -> None:
         weights = layer.weights
-        step.delta = self._product(step, step.ffn, weights.down, weights.down_bias)
+        step.delta = step.linear(step.ffn, weights.down, weights.down_bias)
         step.post_norm = weights.ffn_post_norm
 
     def _norm_head(self, step: Step) -> None:
-        rows = step.logits_rows
-        if self._counters is None or rows is None:
-            step.hidden = self._normed(step, self._weights.final_norm, rows)
-        else:  # the very kernel of decode steps
-            step.hidden = self._normed(step, self._weights.final_norm)[rows]
+        step.hidden = self._normed(step, self._weights.final_norm, step.logits_rows)
 
     def _normed(self, step: Step, weight: Tensor, rows: Tensor | None = None) -> Tensor:
         """The norm of x, with what is to be added to it added first."""
@@ -454,22 +444,11 @@ class CudaRuntime:
         """Logits [n, vocab] of normed rows, float32 where they are capped."""
         cap, head = self.spec.logit_soft_cap, self._weights.head
         product = out if cap is None else None
-        if self._counters is None:
-            logits = torch.mm(hidden, head.t(), out=product)
-        else:
-            logits = linear_fixed(hidden, head, None, self._counters, "decode", out=product)
+        logits = self._linears.head(hidden, head, out=product)
         if cap is None:
             return logits
         capped = cap * torch.tanh(logits.float() / cap)
         return capped if out is None else out.copy_(capped)
-
-    def _product(self, step: Step, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self._counters is None:
-            return F.linear(x, weight, bias)
-        out, count = x.new_empty(len(x), len(weight)), step.num_decodes
-        linear_fixed(x[:count], weight, bias, self._counters, "decode", out=out[:count])
-        linear_fixed(x[count:], weight, bias, self._counters, "prefill", out=out[count:])
-        return out
 
 
 def batch_buckets(max_rows: int) -> list[int]:

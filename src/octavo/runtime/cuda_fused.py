@@ -4,11 +4,13 @@ A small step is bound by the number of kernels that wait for one another, not by
 kernel here covers several stages and begins before the one in front has ended. The residual stream
 is float32. A norm is done in two halves: whoever writes ``x`` also writes ``h``, x times the weight
 of the norm that comes next, and its sums of squares; whoever reads ``h`` scales the product.
+
+Deterministic, steps of any number of rows go this way, by kernels whose sums are fixed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +21,7 @@ from octavo.kernels.embed.triton import embed
 from octavo.kernels.embed.triton import square_columns as embed_squares
 from octavo.kernels.linear.tiles import MAX_ROWS
 from octavo.kernels.linear_add import triton as add
+from octavo.kernels.linear_fixed import fused as fixed
 from octavo.kernels.norm_gate_up import triton as gate_up
 from octavo.kernels.norm_linear import triton as linear
 from octavo.kernels.rope_attention import triton as attention
@@ -29,6 +32,20 @@ from octavo.runtime.fused_limits import refusal
 from octavo.runtime.torch_weights import DecoderTensors
 
 Cuts = tuple[attention.Cut, ...]  # of each KV group
+
+
+@dataclass(frozen=True)
+class Products:
+    """The kernels that multiply."""
+
+    norm_linear: Callable[..., None]
+    norm_gate_up: Callable[..., None]
+    linear_add: Callable[..., None]
+    square_columns: Callable[[int, int, int], int]
+
+
+FEW_ROWS = Products(linear.norm_linear, gate_up.norm_gate_up, add.linear_add, add.square_columns)
+FIXED = Products(fixed.norm_linear, fixed.norm_gate_up, fixed.linear_add, fixed.square_columns)
 
 
 @dataclass(frozen=True)
@@ -46,20 +63,36 @@ class _Buffers:
 
 
 def supports(
-    spec: DecoderSpec, dtype: torch.dtype, attention_specs: Sequence[AttentionSpec], num_rows: int
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    attention_specs: Sequence[AttentionSpec],
+    *,
+    fixed: bool = False,
 ) -> Support:
-    """Whether such steps can be carried out so, and if not, why."""
-    reason = refusal(spec, str(dtype).removeprefix("torch."), attention_specs[0].split_mode)
+    """Whether steps of few rows can be carried out so, or ``fixed`` steps of any; if not, why."""
+    split_mode = "auto" if fixed else attention_specs[0].split_mode
+    reason = refusal(spec, str(dtype).removeprefix("torch."), split_mode)
+    if fixed and not reason:
+        reason = _fixed_refusal(spec)
     if reason:
         return Support(False, reason)
-    parts = [attention.supports(one, num_rows) for one in attention_specs]
+    parts = [attention.supports(one, 1) for one in attention_specs]
     return next((part for part in parts if not part.ok), Support(True))
+
+
+def _fixed_refusal(spec: DecoderSpec) -> str:
+    """Why a model's fixed steps are better not fused, as a phrase, or nothing."""
+    if spec.hidden_size >= 4096:
+        return "steps of many rows of large weights are faster by other instructions"
+    odd = [k for k in (spec.hidden_size, spec.q_size, spec.intermediate_size) if k % 64]
+    return f"rows of {odd[0]} weights aren't a multiple of 64" if odd else ""
 
 
 class FusedDecode:
     """See the module. ``attention_specs`` are decode's, of each KV group. Steps of more than
     ``max_rows`` rows are faster with the library's products: at 16 rows of Qwen3-8B its four take
-    112 us a layer against 141 (``octavo bench kernels``)."""
+    112 us a layer against 141 (``octavo bench kernels``). With ``fixed_rows``, steps of up to so
+    many rows are deterministic ones; their attention must be in ``fixed`` splits."""
 
     def __init__(
         self,
@@ -69,8 +102,13 @@ class FusedDecode:
         attention_specs: Sequence[AttentionSpec],
         inputs: StepInputs,
         rope: Mapping[RopeSpec, tuple[Tensor, Tensor]],
+        *,
+        fixed_rows: int = 0,
     ) -> None:
-        self.max_rows = MAX_ROWS if spec.hidden_size < 4096 else MAX_ROWS // 2
+        few = MAX_ROWS if spec.hidden_size < 4096 else MAX_ROWS // 2
+        self.max_rows = fixed_rows or few
+        self._fixed = bool(fixed_rows)
+        self._products = FIXED if fixed_rows else FEW_ROWS
         self._spec = spec
         self._weights = weights
         self._layers = layers
@@ -82,8 +120,9 @@ class FusedDecode:
             gpu = torch.cuda.get_device_properties(weights.embed.device)
             self._num_sms = gpu.multi_processor_count
         # A cut has at most as many shares as two blocks for each multiprocessor.
+        shares = attention.MOST_SHARES + 1 if fixed_rows else 2 * self._num_sms
         self._scratch = [
-            attention.make_scratch(one, MAX_ROWS, 2 * self._num_sms) for one in attention_specs
+            attention.make_scratch(one, fixed_rows or MAX_ROWS, shares) for one in attention_specs
         ]
         self._buffers: dict[int, _Buffers] = {}
 
@@ -97,11 +136,26 @@ class FusedDecode:
 
     def launch(self, num_rows: int, cuts: Cuts, logits: Tensor) -> None:
         """Carry out a step that is laid out in the inputs; ``logits`` [M, vocab] get all rows'."""
-        spec, weights, inputs = self._spec, self._weights, self._inputs
+        spec = self._spec
+        b = self._launch_layers(num_rows, cuts)
+        self._products.norm_linear(
+            b.h,
+            b.downed,
+            self._weights.head,
+            logits,
+            eps=spec.norm_eps,
+            soft_cap=spec.logit_soft_cap,
+        )
+
+    def launch_layers(self, num_rows: int, cuts: Cuts) -> Tensor:
+        """Of a step's first rows, all but the last norm and the head: the residual stream [M,
+        hidden], float32, which stays until the next launch."""
+        return self._launch_layers(num_rows, cuts).x
+
+    def _launch_layers(self, num_rows: int, cuts: Cuts) -> _Buffers:
+        spec, weights, inputs, products = self._spec, self._weights, self._inputs, self._products
         eps = spec.norm_eps
-        if num_rows not in self._buffers:
-            self._buffers[num_rows] = self._make_buffers(num_rows)
-        b = self._buffers[num_rows]
+        b = self._buffers_of(num_rows)
         first = self._layers[0].weights.attn_norm
         embed(
             inputs.ids[:num_rows],
@@ -116,7 +170,7 @@ class FusedDecode:
         norms = [layer.weights.attn_norm for layer in self._layers[1:]] + [weights.final_norm]
         for layer, next_norm in zip(self._layers, norms, strict=True):
             own, group = layer.weights, layer.group
-            linear.norm_linear(b.h, squares, own.qkv, b.qkv, eps=eps, bias=own.qkv_bias)
+            products.norm_linear(b.h, squares, own.qkv, b.qkv, eps=eps, bias=own.qkv_bias)
             qk_norm = own.qk_norm
             attention.rope_attention(
                 self._attention_specs[group],
@@ -134,8 +188,10 @@ class FusedDecode:
                 k_norm=None if qk_norm is None else qk_norm[-1],
                 eps=eps,
             )
-            add.linear_add(b.attention, own.o, b.x, own.ffn_norm, b.h, b.added, bias=own.o_bias)
-            gate_up.norm_gate_up(
+            products.linear_add(
+                b.attention, own.o, b.x, own.ffn_norm, b.h, b.added, bias=own.o_bias
+            )
+            products.norm_gate_up(
                 b.h,
                 b.added,
                 own.gate_up,
@@ -144,11 +200,19 @@ class FusedDecode:
                 activation=spec.activation,
                 bias=own.gate_up_bias,
             )
-            add.linear_add(b.ffn, own.down, b.x, next_norm, b.h, b.downed, bias=own.down_bias)
+            products.linear_add(b.ffn, own.down, b.x, next_norm, b.h, b.downed, bias=own.down_bias)
             squares = b.downed
-        linear.norm_linear(
-            b.h, squares, weights.head, logits, eps=eps, soft_cap=spec.logit_soft_cap
-        )
+        return b
+
+    def _buffers_of(self, num_rows: int) -> _Buffers:
+        """Those of steps of so many rows; fixed steps, which come in all sizes, share theirs."""
+        held = self.max_rows if self._fixed else num_rows
+        if held not in self._buffers:
+            self._buffers[held] = self._make_buffers(held)
+        b = self._buffers[held]
+        if held == num_rows:
+            return b
+        return _Buffers(**{name: buffer[:num_rows] for name, buffer in vars(b).items()})
 
     def _make_buffers(self, num_rows: int) -> _Buffers:
         spec, device = self._spec, self._weights.embed.device
@@ -164,8 +228,8 @@ class FusedDecode:
             x=floats(hidden),
             h=halves(hidden),
             embedded=floats(embed_squares(hidden)),
-            added=floats(add.square_columns(hidden, spec.q_size, num_rows)),
-            downed=floats(add.square_columns(hidden, inner, num_rows)),
+            added=floats(self._products.square_columns(hidden, spec.q_size, num_rows)),
+            downed=floats(self._products.square_columns(hidden, inner, num_rows)),
             qkv=halves(spec.q_size + 2 * spec.kv_size),
             attention=halves(spec.q_size),
             ffn=halves(inner),

@@ -104,8 +104,6 @@ def squares_layout(S, R, M, SUMS):
     """Of squares [M, SUMS], with the columns of ``partial_layout`` where they are there."""
     parts, columns = _bases(SUMS, 1, 2), _bases(M, 0, 2)
     num_lanes = min(5, len(_bases(R, 0, 1)))
-    if M == 1:
-        num_lanes = 5
     lanes = parts[2 : 2 + num_lanes]
     lanes += [[0, 0]] * (num_lanes - len(lanes))
     return _linear(parts[:2] + parts[2 + num_lanes :], lanes, columns, S, [M, SUMS])

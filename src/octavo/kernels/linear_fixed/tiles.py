@@ -1,13 +1,17 @@
 """How a product whose sums don't depend on the batch is cut.
 
-What decides the bits is :func:`num_leaves`, and how K is walked within a leaf: both come from the
-weight's shape alone. A tile only says which block computes what.
+What decides the bits is :func:`num_leaves`, and how K is walked within a leaf; in fused steps
+:func:`fixed_tile`: they come from the weight's shape alone. Else a tile only says which block
+computes what.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
+
+from octavo.kernels.linear.table import choose_tile as choose_few_tile
+from octavo.kernels.linear.tiles import Tile as FewTile
 
 Kind = Literal["decode", "prefill"]
 
@@ -50,3 +54,42 @@ def choose_tile(n: int, num_tokens: int, kind: Kind, *, wide: bool) -> Tile:
     if -(-n // 128) * -(-num_tokens // 256) >= _BLOCKS:
         return Tile(rows=128, tokens=256, chunk=64, num_warps=8, stages=3)
     return Tile(rows=64, tokens=64 if num_tokens <= 64 else 128, chunk=64, num_warps=4, stages=4)
+
+
+# ---- fused steps
+
+GROUP = 16  # rows of a weight that share a block where rows are few, and a sum of squares
+STEP = 64  # with 32 the compiler hands columns to instructions in another order: other bits
+
+
+@dataclass(frozen=True)
+class Wide:
+    """A block has ``rows`` rows of each part of the weight and ``tokens`` activation rows, walks K
+    ``STEP`` columns of every slice at a time, and has ``stages`` such steps on their way."""
+
+    rows: int
+    tokens: int
+    stages: int
+
+
+def fixed_tile(n: int, k: int, parts: int = 1) -> FewTile:
+    """The tile of few rows for a ``[n, k]`` weight, from which the order of its sums follows: what
+    is best for one row, in pieces of which K has a whole number. ``k`` is a multiple of 64."""
+    best = choose_few_tile(n, k, 1, parts)
+    piece = max(STEP, best.chunk // best.num_warps)
+    while k % piece:
+        piece //= 2
+    slices = min(best.num_warps, max(1, best.chunk // piece))
+    return replace(best, rows=GROUP * parts, chunk=piece * slices, num_warps=slices)
+
+
+def choose_wide(kernel: Literal["linear", "gate_up", "add"], num_rows: int) -> Wide:
+    """The tile for so many rows, more than a few; measured on an H200 with Qwen3-0.6B's weights
+    (bench/LOG.md, 2026-11-30). Small tiles leave room beside them for blocks of the next kernel."""
+    if kernel == "linear":
+        return Wide(rows=32, tokens=32 if num_rows <= 64 else 64, stages=2)
+    if kernel == "gate_up":
+        return Wide(rows=16 if num_rows <= 128 else 32, tokens=32, stages=2)
+    if num_rows <= 64:
+        return Wide(rows=GROUP, tokens=32, stages=4)
+    return Wide(rows=GROUP, tokens=64, stages=2)

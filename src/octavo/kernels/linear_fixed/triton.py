@@ -21,6 +21,7 @@ from octavo.kernels.triton_launch import INTERPRETED, dependent_launches
 GROUP = 8  # tiles of activations that share a tile of weights while it is in the L2 cache
 _MOST_TILES = 1 << 14  # of a product with several leaves
 _AHEAD = 1024  # columns of a block's weights to have in the L2 cache before there are activations
+_BLOCKS_AHEAD = 1024  # with more blocks than that, weights would be asked for twice: 96 us, not 71
 
 
 def make_counters(device: torch.device) -> Tensor:
@@ -80,7 +81,9 @@ def linear_fixed(
         GROUP=GROUP,
         WIDEN=INTERPRETED and x.dtype == torch.bfloat16,
         DEPENDENT=dependent,
-        AHEAD=_bytes_ahead(weight, k // leaves) if kind == "decode" and dependent else 0,
+        AHEAD=_bytes_ahead(weight, k // leaves)
+        if kind == "decode" and dependent and tiles * leaves <= _BLOCKS_AHEAD
+        else 0,
         launch_pdl=dependent,
         num_warps=tile.num_warps,
         num_stages=tile.stages,

@@ -27,14 +27,17 @@ from octavo.kernels.triton_launch import dependent_launches
 
 PARTIALS = 32  # merged at a time, and of them
 VALUES = 128  # in a thread: more would be spilled
+MOST_SHARES = 32  # of a row, where its share doesn't depend on the others
+FEW_SHARES = 4  # are merged faster by themselves
 TILE_BYTES = 96 << 10  # of keys and values on their way: two blocks fit a multiprocessor
 
 
 @dataclass(frozen=True)
 class Cut:
     """How a step's history is cut: every row into ``splits`` shares of whole tiles of ``tokens``
-    keys, or, with ``share``, after every ``share`` keys into up to ``splits`` of them. Right at
-    every length (with ``share`` up to ``splits * share``); a CUDA graph is captured for one."""
+    keys, or, with ``share``, after every ``share`` keys (more where its own length would make over
+    ``MOST_SHARES`` shares) into up to ``splits`` of them. Right at every length (with ``share`` up
+    to ``splits * share``, and at any in ``MOST_SHARES``); a CUDA graph is captured for one."""
 
     splits: int
     tokens: int
@@ -72,7 +75,7 @@ def choose_cut(spec: AttentionSpec, num_rows: int, longest: int, num_sms: int = 
     above, two for each, as reading counts most.
     """
     if spec.split_mode != "auto":
-        return _cut_as_told(spec, longest)
+        return _cut_as_told(spec, num_rows, longest, num_sms)
     longest = max(128, _rounded_up(min(longest, spec.window or longest)))
     lines = num_rows * spec.num_kv_heads
     few = num_rows * longest <= 12288
@@ -85,19 +88,29 @@ def choose_cut(spec: AttentionSpec, num_rows: int, longest: int, num_sms: int = 
         splits = min(splits, 8)
     share = triton.cdiv(longest, splits)
     tokens = 128 if longest <= 1536 and share <= 192 and spec.head_dim <= 128 else 64
-    tile_bytes = 4 * tokens * triton.next_power_of_2(spec.head_dim)  # keys and values
-    stages = max(1, min(3, triton.cdiv(share, tokens), TILE_BYTES // tile_bytes))
+    stages = min(3, triton.cdiv(share, tokens), _tiles_in_memory(spec, tokens))
     return Cut(splits, tokens, num_warps=4, num_stages=stages)
 
 
-def _cut_as_told(spec: AttentionSpec, longest: int) -> Cut:
-    """In ``off`` mode none; in ``fixed`` mode one that depends on the batch in its number only."""
-    share = spec.split_tokens if spec.split_mode == "fixed" else 0
-    splits = max(1, triton.cdiv(longest, share)) if share else 1
-    tokens = 64
-    tile_bytes = 4 * tokens * triton.next_power_of_2(spec.head_dim)
-    stages = max(1, min(3, triton.cdiv(share or longest, tokens), TILE_BYTES // tile_bytes))
-    return Cut(splits, tokens, 4, stages, share)
+def _cut_as_told(spec: AttentionSpec, num_rows: int, longest: int, num_sms: int) -> Cut:
+    """In ``off`` mode none; in ``fixed`` mode one that depends on the batch in what changes no bit:
+    the number of shares, empty ones among them, and tiles on their way."""
+    if spec.split_mode == "off":
+        return Cut(1, 64, 4, min(3, _tiles_in_memory(spec, 64)))
+    reach = min(longest, spec.window or longest)
+    splits = min(MOST_SHARES, triton.next_power_of_2(triton.cdiv(reach, spec.split_tokens)))
+    # A window may begin in the middle of a share.
+    splits = max(1, splits) + (spec.window is not None)
+    tokens = 128 if spec.head_dim <= 128 else 64
+    # Tiles beside one another are worth more in one block than in two, as long as there is room.
+    one_a_multiprocessor = num_rows * spec.num_kv_heads * splits <= num_sms
+    stages = min(2 if one_a_multiprocessor else 1, triton.cdiv(spec.split_tokens, tokens))
+    return Cut(splits, tokens, 4, stages, spec.split_tokens)
+
+
+def _tiles_in_memory(spec: AttentionSpec, tokens: int) -> int:
+    """How many tiles of keys and values may be on their way."""
+    return max(1, TILE_BYTES // (4 * tokens * int(triton.next_power_of_2(spec.head_dim))))
 
 
 def _rounded_up(length: int) -> int:
@@ -189,6 +202,8 @@ def rope_attention(
         QK_NORM=q_norm is not None,
         SINGLE=cut.splits == 1 and not cut.share,
         SHARE=cut.share,
+        MOST_SHARES=MOST_SHARES,
+        FEW_SHARES=FEW_SHARES,
         LSE=lse is not None,
         W=cut.num_warps,
         KEYS=cut.tokens // cut.num_warps,
@@ -199,6 +214,7 @@ def rope_attention(
         DEPENDENT=dependent,
         num_warps=cut.num_warps,
         launch_pdl=dependent,
+        enable_fp_fusion=not cut.share,  # the same roundings whatever STAGES is compiled for
     )
 
 
@@ -246,6 +262,8 @@ def _rope_attention_kernel(
     QK_NORM: tl.constexpr,
     SINGLE: tl.constexpr,
     SHARE: tl.constexpr,
+    MOST_SHARES: tl.constexpr,
+    FEW_SHARES: tl.constexpr,
     LSE: tl.constexpr,
     W: tl.constexpr,  # warps
     KEYS: tl.constexpr,  # of a tile, for each warp
@@ -269,11 +287,21 @@ def _rope_attention_kernel(
     newest = seq_len - 1
     visible_from = gl.maximum(seq_len - WINDOW, 0) if WINDOW else 0
     if SHARE:
-        start = gl.maximum(split * SHARE, visible_from)
-        stop = gl.minimum((split + 1) * SHARE, newest)
-        ends_row = (split * SHARE < seq_len) & (seq_len <= (split + 1) * SHARE)
+        reach = gl.minimum(seq_len, WINDOW) if WINDOW else seq_len
+        share = gl.maximum(
+            (reach + TOKENS * MOST_SHARES - 1) // (TOKENS * MOST_SHARES) * TOKENS, SHARE
+        )
+        first_share = visible_from // share
+        count = gl.maximum((seq_len + share - 1) // share - first_share, 1)
+        if split >= count:
+            return  # a row's first block waits, so that this kernel doesn't end before the last
+        begin = (first_share + split) * share
+        start = gl.maximum(begin, visible_from)
+        stop = gl.minimum(begin + share, newest)
+        ends_row = (begin < seq_len) & (seq_len <= begin + share)
         first = start
     else:
+        count = splits
         first_tile = visible_from // TOKENS
         num_tiles = (seq_len + TOKENS - 1) // TOKENS - first_tile
         begin = split * num_tiles // splits
@@ -473,10 +501,10 @@ def _rope_attention_kernel(
     of_head = (heads < GROUP)[:, None] & (dv < HEAD_DIM)[None, :]
     first_head = (row * NUM_KV_HEADS + head) * GROUP
     outs = out + row64 * stride_out + head * (GROUP * HEAD_DIM)
-    if SINGLE:
+    if SINGLE or (SHARE and count == 1):
         answer = acc / gl.where(l > 0, l, 1.0)[:, None]
-        places = outs + (heads[:, None] * HEAD_DIM + dv[None, :])
-        gl.store(places, answer.to(out.dtype.element_ty), mask=of_head)
+        answers = outs + (heads[:, None] * HEAD_DIM + dv[None, :])
+        gl.store(answers, answer.to(out.dtype.element_ty), mask=of_head)
         if LSE:
             gl.store(lse + first_head + heads, _natural(m, l), mask=heads < GROUP)
     else:
@@ -486,24 +514,44 @@ def _rope_attention_kernel(
         gl.store(part_out + (places[:, None] * HEAD_DIM + dv[None, :]), acc, mask=of_head)
         gl.thread_barrier()  # all threads have stored before one of them tells
         counter = counters + row * NUM_KV_HEADS + head
-        if gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1:
+        if gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == count - 1:
             gl.thread_barrier()
-            _merge_splits(
-                part_out,
-                part_m,
-                part_l,
-                outs,
-                lse,
-                first_head,
-                splits,
-                LSE,
-                GROUP,
-                HEADS,
-                HEAD_DIM,
-                W,
-                D,
-                MERGED,
-            )
+            if SHARE and count <= FEW_SHARES:
+                _merge_splits(
+                    part_out,
+                    part_m,
+                    part_l,
+                    outs,
+                    lse,
+                    first_head,
+                    splits,
+                    count,
+                    LSE,
+                    GROUP,
+                    HEADS,
+                    HEAD_DIM,
+                    W,
+                    D,
+                    FEW_SHARES,
+                )
+            else:
+                _merge_splits(
+                    part_out,
+                    part_m,
+                    part_l,
+                    outs,
+                    lse,
+                    first_head,
+                    splits,
+                    count,
+                    LSE,
+                    GROUP,
+                    HEADS,
+                    HEAD_DIM,
+                    W,
+                    D,
+                    MERGED,
+                )
             gl.store(counter, 0)
 
 
@@ -516,6 +564,7 @@ def _merge_splits(
     lse,
     first_head,
     splits,
+    count,
     LSE: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
@@ -538,10 +587,10 @@ def _merge_splits(
     l = gl.zeros([HEADS], gl.float32, layout=gl.SliceLayout(1, ANSWER))
     acc = gl.zeros([HEADS, D], gl.float32, layout=ANSWER)
     first_place = first_head * splits
-    for i in range(0, splits, MERGED):
+    for i in range(0, count, MERGED):
         # Read past the L1, where older ones may lie.
         places = first_place + part_head[None, :] * splits + (i + part)[:, None]
-        there = (i + part < splits)[:, None] & (part_head < GROUP)[None, :]
+        there = (i + part < count)[:, None] & (part_head < GROUP)[None, :]
         part_max = gl.load(part_m + places, mask=there, other=float("-inf"), cache_modifier=".cg")
         part_sum = gl.load(part_l + places, mask=there, other=0.0, cache_modifier=".cg")
         values = gl.load(
