@@ -90,7 +90,7 @@ def null_engine_process() -> None:
     report = SimpleNamespace(
         runtime="null", attention_backend="null", precision="null", phases={}, notes=()
     )
-    engine_process.build_engine = lambda config: SimpleNamespace(  # type: ignore[assignment]
+    engine_process.build_engine = lambda config, with_text: SimpleNamespace(  # type: ignore[assignment]
         engine=engine, report=report
     )
     engine_process.main()
@@ -99,11 +99,11 @@ def null_engine_process() -> None:
 def serve(model: str, port: int) -> None:
     from octavo.config import EngineConfig
     from octavo.server.config import ServerConfig
+    from octavo.server.processes import ChildProcess
     from octavo.server.serve import serve as run
-    from octavo.server.supervisor import Supervisor
 
-    Supervisor.engine_module = MODULE
-    run(ServerConfig(port=port, disable_log_stats=True), EngineConfig(model=model))
+    config = ServerConfig(port=port, disable_log_stats=True)
+    run(config, EngineConfig(model=model), ChildProcess(MODULE))
 
 
 async def one_stream(port: int, body: bytes) -> int:

@@ -6,10 +6,10 @@ import difflib
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from octavo.attention.spec import SplitMode
 from octavo.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+SplitMode = Literal["off", "auto", "fixed"]
 KVDtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 
 

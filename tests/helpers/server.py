@@ -79,8 +79,13 @@ class Server:
     @property
     def engine_pid(self) -> int:
         """The process id of the engine process."""
-        [pid] = self._children("engine_process")
+        [pid] = self.engine_pids
         return pid
+
+    @property
+    def engine_pids(self) -> list[int]:
+        """None until the engine's process has begun."""
+        return self._children("engine_process")
 
     @property
     def api_pids(self) -> list[int]:

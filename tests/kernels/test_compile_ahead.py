@@ -13,6 +13,8 @@ import pytest
 pytest.importorskip("triton")
 pytest.importorskip("triton.backends.nvidia")
 
+from helpers.server import gone, wait_for
+
 from octavo.runtime import cuda_load
 
 TESTS = Path(__file__).parents[1]
@@ -26,7 +28,7 @@ def test_launches_find_what_other_processes_compiled(tmp_path: Path) -> None:
     done = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {
-        "noted": [["gated", "_kernel"], ["norm_linear", "_norm_linear_kernel"]],
+        "noted": [["gated", "_gated_kernel"], ["norm_linear", "_norm_linear_kernel"]],
         "processes": 2,
         "processes of the second time": 0,
         "in the cache": [True, True],
@@ -34,6 +36,16 @@ def test_launches_find_what_other_processes_compiled(tmp_path: Path) -> None:
     assert "compiling 3 kernels" in done.stderr
     assert "left to their launch: AttributeError" in done.stderr
     assert "no_such_kernel" in done.stderr
+
+
+def test_the_forge_ends_with_the_process_that_began_it(tmp_path: Path) -> None:
+    script = (
+        "import os; from octavo.runtime.cuda_early import forge\n"
+        "print(forge().pid, flush=True); os.kill(os.getpid(), 9)"
+    )
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True)
+    wait_for(lambda: gone(int(done.stdout)))
 
 
 def test_what_goes_wrong_ahead_is_left_to_the_launches(

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from helpers.server import Server, gone, serving, wait_for
 
+pytestmark = pytest.mark.alone
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LONG = {"prompt": "a long way to go", "max_tokens": 1900, "ignore_eos": True}
 
@@ -159,11 +160,12 @@ def test_o38_not_ready_is_never_200(book: Path) -> None:
 
 def test_o38_a_signal_while_loading(book: Path) -> None:
     server = Server(book)
-    time.sleep(0.5)
-    began = time.monotonic()
+    wait_for(lambda: bool(server.engine_pids))  # it begins before anything is loaded
+    engine, began = server.engine_pid, time.monotonic()
     assert server.stop() in (0, -signal.SIGTERM)
     assert time.monotonic() - began < 5
     assert "ready" not in server.log
+    wait_for(lambda: gone(engine), 2)
 
 
 def in_background(server: Server, pool: ThreadPoolExecutor, count: int, body: Any) -> list[Any]:
@@ -312,7 +314,8 @@ def test_a_stuck_client(tiny_model: Path) -> None:
         stuck.sendall(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
         wait_for(lambda: server.metric("octavo:num_requests_running") == 2)
         # Others don't notice, and its answers are made, and their blocks are free.
-        assert server.post(COMPLETIONS, {"prompt": "a", "max_tokens": 5})["choices"]
+        other = {"prompt": "a", "max_tokens": 5, "ignore_eos": True}
+        assert server.post(COMPLETIONS, other)["choices"]
         wait_for(server.is_idle)
         assert server.metric("octavo:request_success_total", finished_reason="length") == 3
         began = time.monotonic()

@@ -13,8 +13,9 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.config import SplitMode
+
 Phase = Literal["prefill", "decode"]
-SplitMode = Literal["off", "auto", "fixed"]
 Tensor = Any  # a torch tensor (or a numpy array in the cpu runtime); this package imports neither
 
 

@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.attention.spec import SplitMode
+from octavo.config import SplitMode
 from octavo.errors import ConfigError
 
 DEFAULT_SPLIT_TOKENS = 512

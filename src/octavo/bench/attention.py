@@ -10,7 +10,7 @@ from statistics import median
 
 from octavo.attention import AttentionSpec
 from octavo.attention.candidates import ORDER, ROW_LIMITS, candidate
-from octavo.attention.spec import SplitMode
+from octavo.config import SplitMode
 from octavo.errors import ConfigError
 
 BLOCK_SIZE = {"npu": 128}  # 16 elsewhere

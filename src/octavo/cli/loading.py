@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,12 +20,25 @@ def load(model: str | None, engine: EngineConfig) -> LLM:
     options = {field.name: getattr(engine, field.name) for field in fields(engine)}
     options["model"] = model
     with _waiting(f"loading {model or 'the embedded model'}"):
+        _import_numpy()
         from octavo.llm import LLM  # 1.5 s where it takes torch
 
         llm = LLM(**options)
     for note in llm.report.notes:
         print(f"octavo: {note}", file=sys.stderr)
     return llm
+
+
+def _import_numpy() -> None:
+    """Without a thread of its BLAS for every core: nothing here multiplies with it, and beside a
+    busy program they take as long to start as the import."""
+    name = "OPENBLAS_NUM_THREADS"
+    if name in os.environ:
+        return
+    os.environ[name] = "1"
+    import numpy  # noqa: F401
+
+    del os.environ[name]  # torch's may be another's to read
 
 
 @contextmanager

@@ -29,8 +29,11 @@ def serve(
     Without --api-key the server is open, and listens on this machine only unless told otherwise
     with --host. Ctrl-C or SIGTERM lets running answers finish; a second Ctrl-C ends at once.
     """
+    from octavo.server.processes import ENGINE_MODULE, ChildProcess
+
+    process = ChildProcess(ENGINE_MODULE)  # it imports while this process does
     from dataclasses import replace
 
     from octavo.server.serve import serve as run
 
-    run(server, replace(engine, model=model))
+    run(server, replace(engine, model=model), process)

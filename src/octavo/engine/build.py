@@ -102,8 +102,10 @@ def load_text_side(config: EngineConfig) -> TextSide:
     )
 
 
-def build_engine(config: EngineConfig) -> Loaded:
+def build_engine(config: EngineConfig, *, with_text: bool = True) -> Loaded:
     """Find, check, plan, load, in this order: what can't work is refused before weights are read.
+    Without text, for a process that is given ids, the tokenizer is loaded once a structured output
+    needs it.
 
     Raises the classes of :mod:`octavo.errors`, see there.
     """
@@ -115,18 +117,22 @@ def build_engine(config: EngineConfig) -> Loaded:
     checkpoint = open_model(config)
     model = describe_model(config, checkpoint)
     spec, groups = model.spec, model.groups
+    if model.device == "cuda" and not config.enforce_eager:
+        from octavo.runtime.cuda_early import begin
+
+        begin(model)
     choice = choose_runtime(model)
     lap("open")
     # torch's OpenMP threads spin while they wait. Beside any other busy program that ruins both
     # (1.3 tok/s against 14), so they sleep soon; it has to be said before torch is loaded.
     os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
     with ThreadPoolExecutor(1) as beside:  # both take a second
-        finding = beside.submit(_find_tokenizer, config, checkpoint)
+        finding = beside.submit(_find_tokenizer, config, checkpoint) if with_text else None
         max_model_len, num_blocks, length_note = _plan_blocks(model, choice)
         lap("plan")
         import_module(f"octavo.runtime.{choice.runtime.name}")
         lap("runtime import")
-        tokenizer, tokenizer_note = finding.result()
+        tokenizer, tokenizer_note = (None, None) if finding is None else finding.result()
         lap("tokenizer")
     params, params_note = _default_params(config, checkpoint)
     notes = [
@@ -154,10 +160,10 @@ def build_engine(config: EngineConfig) -> Loaded:
     def grammars() -> GrammarCompiler:
         from octavo.engine.grammar import GrammarCompiler  # 30 ms
 
-        assert tokenizer is not None
-        return GrammarCompiler(tokenizer, spec.vocab_size)
+        return GrammarCompiler(tokenizer or _load_tokenizer(config, checkpoint), spec.vocab_size)
 
-    engine = Engine(runtime, groups, limits, None if tokenizer is None else grammars)
+    has_tokenizer = tokenizer is not None or not with_text
+    engine = Engine(runtime, groups, limits, grammars if has_tokenizer else None)
     frontend = Frontend(
         tokenizer,
         vocab_size=spec.vocab_size,

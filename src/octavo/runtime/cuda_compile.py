@@ -5,7 +5,9 @@ launches are first made in vain, and what they would compile is noted; processes
 Triton's cache, where the launches proper find it. What goes wrong here is compiled there, as if
 nobody had tried before.
 
-Run as a module this is one of the processes. It has no use for the GPU, and takes no memory of it.
+Run as a module this is the forge (see ``cuda_early``): importing torch and Triton takes as long as
+compiling a kernel, so one process does it, and those that compile are forked from it. They have no
+use for the GPU, and take no memory of it.
 """
 
 from __future__ import annotations
@@ -15,27 +17,34 @@ import json
 import logging
 import os
 import pickle
-import subprocess
+import select
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, NoReturn
 
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction
+
+from octavo.runtime.cuda_early import forge
 
 logger = logging.getLogger(__name__)
 
-_MAX_PROCESSES = 16  # of some 300 MB: each imports torch with the kernels
+_MAX_PROCESSES = 16  # of some 100 MB each, beside what they share
 _JOBS = "jobs"
 _TRIED = "octavo-tried"  # in Triton's cache: a file for each kernel, with what went wrong
-_FEW = 3  # kernels are compiled in the time in which a process starts
+_PATIENCE = 600.0  # seconds in which weights are read, or whoever began the forge has failed
+_FEW = 3  # kernels are compiled in the time in which the forge begins
 
 
 @dataclass(frozen=True)
@@ -87,36 +96,74 @@ def note_kernels(launch: Callable[[], None]) -> list[Kernel]:
     return list(found.values())
 
 
-def compile_kernels(kernels: Sequence[Kernel], target: GPUTarget, num_processes: int) -> None:
-    """Compile them into Triton's cache, but for those that were tried once; returns when that is
-    done. Few are left to the launches."""
+def compile_kernels(kernels: Sequence[Kernel], target: GPUTarget, num_processes: int) -> int:
+    """Compile them into Triton's cache, but for those that were tried once; how many processes did
+    it, when that is done. Few are left to the launches."""
     jobs = [
         (tried, pickle.dumps(kernel))
         for kernel in kernels
         if not (tried := _tried(kernel, target)).exists()
     ]
     if len(jobs) < _FEW:
-        return
+        return 0
     count = min(num_processes, len(jobs), _MAX_PROCESSES)
     logger.warning("octavo: compiling %d kernels for this GPU, once ...", len(jobs))
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="octavo-") as folder:
         (Path(folder) / _JOBS).write_bytes(pickle.dumps((target, jobs)))
-        command = [sys.executable, "-m", "octavo.runtime.cuda_compile", folder]
-        processes = [
-            subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            for _ in range(count)
-        ]
-        for process in processes:
-            process.wait()
+        smith = forge()
+        forge.cache_clear()  # it does this once
+        assert smith.stdin is not None
+        with suppress(OSError):  # it has died, and has compiled nothing
+            smith.stdin.write(f"{count} {folder}\n")
+            smith.stdin.flush()
+        smith.wait()
+        smith.stdin.close()
     seconds = time.monotonic() - began
     problems = [_problem(tried) for tried, _ in jobs]
     failed = [problem for problem in problems if problem]
     rest = f", but for {len(failed)}, which are left to their launch: {failed[0]}" if failed else ""
     logger.warning("octavo: compiled in %.1f s by %d processes%s", seconds, count, rest)
+    return count
 
 
-def main(folder: Path) -> None:
+def main() -> None:
+    """Import, wait for a line that says how many processes and where the jobs lie, and fork."""
+    import_module("octavo.runtime.cuda_load")
+    triton_key()  # a hash of all of Triton, 400 MB, that every one of them would make
+    with suppress(Exception):  # C that Triton compiles once, for whoever launches
+        import_module("triton.backends.nvidia.driver").CudaUtils()
+    is_told, _, _ = select.select([sys.stdin], [], [], _PATIENCE)
+    words = sys.stdin.readline().split(maxsplit=1) if is_told else []
+    if not words:
+        return
+    workers = []
+    for _ in range(int(words[0])):
+        pid = os.fork()
+        if pid == 0:
+            _work_and_exit(Path(words[1].rstrip("\n")))
+        workers.append(pid)
+    Thread(target=_end_with_parent, args=(workers,), daemon=True).start()
+    for pid in workers:
+        os.waitpid(pid, 0)
+
+
+def _end_with_parent(workers: Sequence[int]) -> NoReturn:
+    sys.stdin.read()
+    for pid in workers:
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+    os._exit(1)
+
+
+def _work_and_exit(folder: Path) -> NoReturn:
+    try:
+        work(folder)
+    finally:
+        os._exit(0)
+
+
+def work(folder: Path) -> None:
     """Compile jobs until all are taken, or nobody waits for them any more."""
     parent = os.getppid()
     target, jobs = pickle.loads((folder / _JOBS).read_bytes())
@@ -183,4 +230,4 @@ def _options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

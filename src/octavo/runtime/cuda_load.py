@@ -8,19 +8,14 @@ so that no request waits for them, and what a step needs besides weights and KV 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from threading import Thread
 from typing import Any
 
 import numpy as np
 import torch
 import triton
-from platformdirs import user_cache_path
-from triton.runtime.cache import triton_key
 
-from octavo import __version__
 from octavo.attention.candidates import Selection, candidate, open_pair
 from octavo.cache.groups import KVGroup, kv_groups
 from octavo.engine.batch import StepBatch
@@ -29,6 +24,7 @@ from octavo.host import granted_cores
 from octavo.runtime.candidates import Model
 from octavo.runtime.cuda import Attention, CudaRuntime, Limits
 from octavo.runtime.cuda_compile import compile_kernels, note_kernels
+from octavo.runtime.cuda_early import compiled_mark, dismiss_forge, set_cache_folder
 from octavo.runtime.eager import free_device_memory, make_layers
 from octavo.runtime.memory import plan_kv
 from octavo.runtime.torch_weights import DecoderTensors, load_weights, random_weights
@@ -54,10 +50,7 @@ def load_cuda(
     kind = getattr(torch, dtype)
     if kind is torch.float32:
         torch.set_float32_matmul_precision("highest")
-    cache = user_cache_path("octavo") / "triton" / f"{__version__}-{triton.__version__}"
-    os.environ.setdefault("TRITON_CACHE_DIR", str(cache))
-    # Triton hashes all of itself, 400 MB, before it looks for its first kernel.
-    Thread(target=triton_key, daemon=True).start()
+    set_cache_folder()
     free = free_device_memory(model.device)
     spec, config = model.spec, model.config
     if model.checkpoint is None:
@@ -78,7 +71,13 @@ def load_cuda(
     first_layers = shortened(model)
     runtime = _make_runtime(first_layers, weights, attention, selections, few, graphs=False)
     allocated = torch.cuda.memory_allocated(model.device) - weight_bytes
-    compile_ahead(runtime, first_layers, few[0])
+    # Which kernels there are takes a second to find out, so it is done once for a model.
+    mark, gpu = compiled_mark(model), torch.cuda.get_device_name(model.device)
+    is_marked = mark.exists() and mark.read_text() == gpu
+    if not is_marked and compile_ahead(runtime, first_layers, few[0]):
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.write_text(gpu)
+    dismiss_forge()
     lap("compile")
     torch.cuda.reset_peak_memory_stats(model.device)
     run_largest_steps(runtime, first_layers, few[0])
@@ -151,8 +150,9 @@ def shortened(model: Model) -> Model:
     return replace(model, spec=spec, groups=kv_groups(spec))
 
 
-def compile_ahead(runtime: CudaRuntime, model: Model, num_blocks: int) -> None:
-    """Have the kernels of all steps compiled on all cores, where they aren't yet."""
+def compile_ahead(runtime: CudaRuntime, model: Model, num_blocks: int) -> bool:
+    """Have the kernels of all steps compiled on all cores, where they aren't yet. Whether that
+    went well."""
 
     def launch() -> None:
         run_largest_steps(runtime, model, num_blocks)
@@ -164,6 +164,8 @@ def compile_ahead(runtime: CudaRuntime, model: Model, num_blocks: int) -> None:
         compile_kernels(kernels, target, granted_cores())
     except Exception as error:  # it leans on how Triton works inside
         logger.warning("octavo: kernels are compiled one after the other (%s)", error)
+        return False
+    return True
 
 
 def warm_up(runtime: CudaRuntime, model: Model, num_blocks: int) -> None:

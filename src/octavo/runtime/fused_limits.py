@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.attention.spec import SplitMode
+from octavo.config import SplitMode
 from octavo.models.spec import DecoderSpec
 
 

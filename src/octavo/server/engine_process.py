@@ -36,7 +36,7 @@ def main() -> NoReturn:
     socket.set_hwm(0)
     socket.bind(start.address)
     try:
-        loaded = build_engine(start.config)
+        loaded = build_engine(start.config, with_text=False)
     except OctavoError as error:
         while True:  # until the one that reports it has said hello, and ends this
             _tell(socket, _greeted(socket, 1), messages.Failed(str(error)))

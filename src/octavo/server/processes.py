@@ -16,16 +16,17 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from octavo.server.messages import encode
+ENGINE_MODULE = "octavo.server.engine_process"
 
 _STOP_SECONDS = 2.0
 _LENGTH_BYTES = 4
 
 
 class ChildProcess:
-    """``python -m MODULE``, told ``start``; ``pass_fds`` are the file descriptors it inherits."""
+    """``python -m MODULE``, which waits to be told what to do; ``pass_fds`` are the file
+    descriptors it inherits."""
 
-    def __init__(self, module: str, start: Any, pass_fds: Sequence[int] = ()) -> None:
+    def __init__(self, module: str, pass_fds: Sequence[int] = ()) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", module],
             stdin=subprocess.PIPE,
@@ -34,7 +35,6 @@ class ChildProcess:
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )
         self._verdict: str | None = None
-        self.tell(start)
 
     @property
     def pid(self) -> int:
@@ -42,6 +42,8 @@ class ChildProcess:
 
     def tell(self, message: Any) -> None:
         """Send it a message; one that is dead is told nothing, :meth:`wait` says so."""
+        from octavo.server.messages import encode  # 0.1 s, and the child has begun meanwhile
+
         assert self._process.stdin is not None
         raw = encode(message)
         with contextlib.suppress(OSError, ValueError):

@@ -1,9 +1,10 @@
 """Starting, watching and stopping the server: the first API process is this one.
 
-In order: the port is taken and the model planned for, so that a start in vain ends at once; the
-engine process begins to load, and API processes beyond the first; the text side is loaded
-meanwhile. Calls get 503 until the engine is ready. SIGTERM or Ctrl-C lets running answers finish,
-for ``shutdown_timeout`` seconds; a second Ctrl-C ends everything at once.
+In order: the engine process begins to import; the port is taken and the model planned for, so that
+a start in vain ends at once; the engine is told what to load, and API processes beyond the first
+begin; the text side is loaded meanwhile. Calls get 503 until the engine is ready. SIGTERM or Ctrl-C
+lets running answers finish, for ``shutdown_timeout`` seconds; a second Ctrl-C ends everything at
+once.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from octavo.config import EngineConfig
 from octavo.engine.build import check_plan
 from octavo.errors import ConfigError
 from octavo.server.config import METRICS_FOLDER_VARIABLE, ServerConfig
-from octavo.server.processes import log_to_stderr
+from octavo.server.processes import ChildProcess, log_to_stderr
 from octavo.text import read_content_rules
 
 if TYPE_CHECKING:
@@ -40,31 +41,37 @@ _STATS_SECONDS = 10.0
 KEY_VARIABLE = "OCTAVO_API_KEY"
 
 
-def serve(config: ServerConfig, engine: EngineConfig) -> None:
-    """Serve until told to stop. Raises a subclass of :class:`octavo.errors.OctavoError` where the
-    server can't start, and :class:`EngineDiedError` or :class:`ApiProcessDiedError` where it can't
-    go on."""
+def serve(config: ServerConfig, engine: EngineConfig, process: ChildProcess) -> None:
+    """Serve until told to stop, with an engine process that has just begun; it is ended here.
+    Raises a subclass of :class:`octavo.errors.OctavoError` where the server can't start, and
+    :class:`EngineDiedError` or :class:`ApiProcessDiedError` where it can't go on."""
+    with contextlib.ExitStack() as stack:
+        stack.callback(process.stop, 0.0)
+        _serve_with(config, engine, process, stack)
+
+
+def _serve_with(
+    config: ServerConfig, engine: EngineConfig, process: ChildProcess, stack: contextlib.ExitStack
+) -> None:
     if key := os.environ.get(KEY_VARIABLE):
         config = replace(config, api_key=(*config.api_key, key))
     log_to_stderr()
     _check_files(config)
     listeners = _listen(config)
-    check_plan(engine)  # what can't be served is said before anything is started
+    for listener in listeners:
+        stack.enter_context(contextlib.closing(listener))
+    check_plan(engine)  # what can't be served is said before anything is loaded
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="octavo-")))
+    _share_metrics(folder, config.api_server_count)
 
-    with contextlib.ExitStack() as stack:
-        for listener in listeners:
-            stack.enter_context(contextlib.closing(listener))
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="octavo-")))
-        _share_metrics(folder, config.api_server_count)
+    from octavo.server.supervisor import Supervisor
 
-        from octavo.server.supervisor import Supervisor
-
-        started = int(time.time())
-        supervisor = Supervisor(config, engine, folder, listeners[1:], started)
-        stack.callback(supervisor.stop)
-        for listener in listeners[1:]:
-            listener.close()  # theirs alone: what comes in there is for them to accept
-        _serve(config, engine, supervisor, listeners[0], started)
+    started = int(time.time())
+    supervisor = Supervisor(config, engine, process, folder, listeners[1:], started)
+    stack.callback(supervisor.stop)
+    for listener in listeners[1:]:
+        listener.close()  # theirs alone: what comes in there is for them to accept
+    _serve(config, engine, supervisor, listeners[0], started)
 
 
 def _share_metrics(folder: Path, num_processes: int) -> None:

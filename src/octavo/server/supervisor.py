@@ -14,14 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client.multiprocess import mark_process_dead
-
 from octavo.config import EngineConfig
 from octavo.errors import ApiProcessDiedError, EngineDiedError
 from octavo.server.api_process import EngineAt, EngineLost, StartApi, Stop, ToApi
 from octavo.server.config import ServerConfig
 from octavo.server.messages import StartEngine
-from octavo.server.processes import ChildProcess
+from octavo.server.processes import ENGINE_MODULE, ChildProcess
 
 if TYPE_CHECKING:
     from octavo.server.engine_client import EngineClient
@@ -33,14 +31,14 @@ _WATCH_SECONDS = 1.0
 
 
 class Supervisor:
-    """``folder`` is private to this server; each further API process gets one of ``listeners``."""
-
-    engine_module = "octavo.server.engine_process"
+    """``process`` is the engine's, which has been told nothing yet. ``folder`` is private to this
+    server; each further API process gets one of ``listeners``."""
 
     def __init__(
         self,
         config: ServerConfig,
         engine: EngineConfig,
+        process: ChildProcess,
         folder: Path,
         listeners: Sequence[socket.socket],
         started: int,
@@ -49,11 +47,13 @@ class Supervisor:
         self._engine_config = engine
         self._folder = folder
         self._num_engines = 0
-        self._engine = self._start_engine()
+        self._engine = process
+        self._tell_engine()
         self.others: list[ChildProcess] = []
         for listener in listeners:
-            start = StartApi(config, engine, listener.fileno(), started)
-            self.others.append(ChildProcess(_API_MODULE, start, [listener.fileno()]))
+            other = ChildProcess(_API_MODULE, [listener.fileno()])
+            other.tell(StartApi(config, engine, listener.fileno(), started))
+            self.others.append(other)
         # asyncio's own threads are few, and needed for work.
         self._waiters = ThreadPoolExecutor(1 + len(self.others), "octavo-wait")
 
@@ -73,11 +73,14 @@ class Supervisor:
                 raise error
             restarts -= 1
             logger.error("%s; starting it again, %d restarts left", error, restarts)
-            self._engine = self._start_engine()
+            self._engine = ChildProcess(ENGINE_MODULE)
+            self._tell_engine()
 
     async def watch(self, other: ChildProcess) -> None:
         """Raise :class:`ApiProcessDiedError` when this API process has ended."""
         end = await self._end_of(other)
+        from prometheus_client.multiprocess import mark_process_dead
+
         # Its answers are no load any more.
         mark_process_dead(other.pid)  # type: ignore[no-untyped-call]
         raise ApiProcessDiedError(f"an API process {end}; the server can't go on without it")
@@ -97,16 +100,15 @@ class Supervisor:
     def _address(self) -> str:
         return f"ipc://{self._folder}/engine-{self._num_engines}"
 
-    def _start_engine(self) -> ChildProcess:
+    def _tell_engine(self) -> None:
         self._num_engines += 1  # what was meant for the last one is not for this one
-        return ChildProcess(
-            self.engine_module,
+        self._engine.tell(
             StartEngine(
                 self._engine_config,
                 self._address,
                 num_peers=self._config.api_server_count,
                 max_answers=self._config.max_answers(self._engine_config),
-            ),
+            )
         )
 
     async def _follow_engine(self, client: EngineClient) -> str:

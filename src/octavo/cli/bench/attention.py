@@ -15,8 +15,8 @@ from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from octavo.attention.spec import SplitMode
     from octavo.bench.attention import Cell
+    from octavo.config import SplitMode
 
 Several = Parameter(consume_multiple=True, negative=())
 
