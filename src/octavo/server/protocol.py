@@ -284,7 +284,8 @@ class ChatRequest(Sampling, ChatFields):
 
 # ---- completions
 
-Prompt = str | list[str] | list[int] | list[list[int]]
+# By default pydantic would go on to the other kinds after a fit: 5 ms for 32K token ids.
+Prompt = Annotated[str | list[int] | list[str] | list[list[int]], Field(union_mode="left_to_right")]
 
 
 class CompletionRequest(Sampling):

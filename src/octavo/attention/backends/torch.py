@@ -103,12 +103,17 @@ class TorchBackend(NhdPool):
         import torch
 
         spec = self.spec
-        out = q.new_zeros(len(q), spec.num_heads, spec.v_head_dim)
-        lse = torch.full_like(out[..., 0], -torch.inf, dtype=torch.float32)
-        for (start, stop, length), table in zip(plan.rows, plan.block_tables, strict=True):
-            k, v = self.gather(k_cache, v_cache, table, length)
-            row_out, lse[start:stop] = causal_row(q[start:stop], k, v, spec.scale)
-            out[start:stop] = row_out.to(q.dtype)
+        if [row[:2] for row in plan.rows] == [(0, len(q))]:  # nothing to put together
+            k, v = self.gather(k_cache, v_cache, plan.block_tables[0], plan.rows[0][2])
+            out, lse = causal_row(q, k, v, spec.scale)
+            out = out.to(q.dtype)
+        else:
+            out = q.new_zeros(len(q), spec.num_heads, spec.v_head_dim)
+            lse = torch.full_like(out[..., 0], -torch.inf, dtype=torch.float32)
+            for (start, stop, length), table in zip(plan.rows, plan.block_tables, strict=True):
+                k, v = self.gather(k_cache, v_cache, table, length)
+                row_out, lse[start:stop] = causal_row(q[start:stop], k, v, spec.scale)
+                out[start:stop] = row_out.to(q.dtype)
         if sinks is not None:
             merged, lse = merge_sinks(out.float(), lse, sinks)
             out = merged.to(q.dtype)
@@ -119,14 +124,13 @@ def causal_row(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, T
     """A row's newest Q tokens, ``q`` [Q, H, D], against all its keys, ``k`` [n, Hkv, D] and ``v``
     [n, Hkv, Dv]: ``out`` [Q, H, Dv], in q's dtype or float32, and ``lse`` [Q, H], float32."""
     import torch
-    from torch.nn.functional import pad
 
     segments = prefix_segments(len(k) - len(q))
     covered = segments[-1][1] if segments else 0
     ahead = len(k) - len(q) - covered  # cached tokens in the square, whose queries are made up
     behind = square_side(len(k) - covered) - (len(k) - covered)
-    queries = pad(q, (0, 0, 0, 0, ahead, behind))
-    keys, values = (pad(x[covered:], (0, 0, 0, 0, 0, behind)) for x in (k, v))
+    queries = _padded(q, ahead, behind)
+    keys, values = (_padded(x[covered:], 0, behind) for x in (k, v))
     partials = [sdpa(queries, k[a:b], v[a:b], scale, causal=False) for a, b in segments]
     partials.append(sdpa(queries, keys, values, scale, causal=True))
     new = slice(ahead, ahead + len(q))
@@ -136,8 +140,15 @@ def causal_row(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, T
     if q.is_cuda:
         from octavo.kernels.merge_rows.triton import merge_rows
 
-        return merge_rows(torch.stack(outs), torch.stack(lses))
+        return merge_rows([out.contiguous() for out in outs], torch.stack(lses))
     return merge_lse(torch.stack(outs).float(), torch.stack(lses))
+
+
+def _padded(x: Tensor, ahead: int, behind: int) -> Tensor:
+    """``x`` with zeros before and behind; itself where there are none, as torch would copy it."""
+    from torch.nn.functional import pad
+
+    return pad(x, (0, 0, 0, 0, ahead, behind)) if ahead or behind else x
 
 
 def prefix_segments(length: int) -> list[tuple[int, int]]:

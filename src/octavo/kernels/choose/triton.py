@@ -33,7 +33,7 @@ SETTINGS = (
     "position",
     "turn",
 )
-CHUNK = 1024  # tokens of a block
+CHUNK = 2048  # tokens of a block
 FILTER_BLOCK = 2048
 EDGES = 8
 SHORT_LIST = 1024

@@ -20,7 +20,7 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     out = gate_up.new_empty(count, size)
     if count:
         dependent = dependent_launches()
-        _kernel[(triton.cdiv(size, BLOCK), count)](
+        _gated_kernel[(triton.cdiv(size, BLOCK), count)](
             gate_up,
             out,
             SIZE=size,
@@ -34,7 +34,7 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
 
 
 @triton.jit
-def _kernel(
+def _gated_kernel(
     gate_up,
     out,
     SIZE: tl.constexpr,

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -14,19 +16,20 @@ from torch import Tensor
 ROWS = 8  # of a block
 
 
-def merge_rows(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """``out`` [P, T, H, Dv] and ``lse`` [P, T, H], natural log, -inf for an empty partial, both
-    contiguous: the merged ``out`` [T, H, Dv] in the same dtype and ``lse`` [T, H]. One launch."""
-    merged, merged_lse = torch.empty_like(out[0]), torch.empty_like(lse[0])
-    rows, size = merged_lse.numel(), out.shape[-1]
+def merge_rows(outs: Sequence[Tensor], lse: Tensor) -> tuple[Tensor, Tensor]:
+    """P tensors ``outs`` [T, H, Dv] and ``lse`` [P, T, H], natural log, -inf for an empty partial,
+    all contiguous: the merged ``out`` [T, H, Dv] in the same dtype and ``lse`` [T, H]. One
+    launch."""
+    merged, merged_lse = torch.empty_like(outs[0]), torch.empty_like(lse[0])
+    rows, size = merged_lse.numel(), merged.shape[-1]
     if rows:
-        _kernel[(triton.cdiv(rows, ROWS),)](
-            out,
+        _merge_rows_kernel[(triton.cdiv(rows, ROWS),)](
+            tuple(outs),
             lse,
             merged,
             merged_lse,
             rows,
-            PARTIALS=len(out),
+            PARTIALS=len(outs),
             SIZE=size,
             BLOCK=triton.next_power_of_2(size),
             ROWS=ROWS,
@@ -36,8 +39,8 @@ def merge_rows(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _kernel(
-    out,
+def _merge_rows_kernel(
+    outs,
     lse,
     merged,
     merged_lse,
@@ -61,9 +64,7 @@ def _kernel(
     mean = tl.zeros([ROWS, BLOCK], tl.float32)
     for p in tl.static_range(PARTIALS):
         weight = tl.exp(tl.load(lse + p * rows64 + row64, mask=there, other=float("-inf")) - base)
-        part = tl.load(
-            out + (p * rows64 + row64)[:, None] * SIZE + d[None, :], mask=mask, other=0.0
-        )
+        part = tl.load(outs[p] + row64[:, None] * SIZE + d[None, :], mask=mask, other=0.0)
         total += weight
         mean += weight[:, None] * part.to(tl.float32)
     mean /= tl.where(total == 0.0, 1.0, total)[:, None]

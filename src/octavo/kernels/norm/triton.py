@@ -34,7 +34,7 @@ def add_rms_norm(
     out = None if weight is None else x.new_empty(count, size, dtype=dtype or x.dtype)
     if count:
         block, dependent = triton.next_power_of_2(size), dependent_launches()
-        _kernel[(count,)](
+        _norm_kernel[(count,)](
             x,
             delta,
             post_weight,
@@ -52,7 +52,7 @@ def add_rms_norm(
 
 
 @triton.jit
-def _kernel(
+def _norm_kernel(
     x,
     delta,
     post_weight,
@@ -65,15 +65,18 @@ def _kernel(
     DEPENDENT: tl.constexpr,
 ):
     """Grid: (rows,). What isn't given is None."""
-    if DEPENDENT:
-        gdc_launch_dependents()
-        gdc_wait()
     i = tl.program_id(0).to(tl.int64)
-    row = i if rows is None else tl.load(rows + i).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < SIZE
-    place = x + row * SIZE + cols
-    value = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    if DEPENDENT:
+        gdc_launch_dependents()
+    if weight is not None:
+        gain = tl.load(weight + cols, mask=mask, other=0.0)
+    if DEPENDENT:
+        gdc_wait()
+    row = i if rows is None else tl.load(rows + i).to(tl.int64)
+    residual = x + row * SIZE + cols
+    value = tl.load(residual, mask=mask, other=0.0).to(tl.float32)
     if delta is not None:
         added = tl.load(delta + row * SIZE + cols, mask=mask, other=0.0)
         if post_weight is not None:
@@ -81,9 +84,9 @@ def _kernel(
             added = _norm(added.to(tl.float32), post, eps, SIZE).to(added.dtype)
         value = (value + added.to(tl.float32)).to(x.dtype.element_ty).to(tl.float32)
         if rows is None:
-            tl.store(place, value.to(x.dtype.element_ty), mask=mask)
+            tl.store(residual, value.to(x.dtype.element_ty), mask=mask)
     if weight is not None:
-        normed = _norm(value, tl.load(weight + cols, mask=mask, other=0.0), eps, SIZE)
+        normed = _norm(value, gain, eps, SIZE)
         tl.store(out + i * SIZE + cols, normed.to(out.dtype.element_ty), mask=mask)
 
 

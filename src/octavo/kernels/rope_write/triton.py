@@ -10,7 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from octavo.kernels.triton_launch import dependent_launches
 
-HEADS = 4  # of a block; a warp each
+HEADS = 16  # of a block: enough bytes on their way where tokens are many
 
 
 def rope_write(
@@ -38,7 +38,7 @@ def rope_write(
     block_size, num_kv_heads, head_dim = k_cache.shape[1:]
     q = qkv.new_empty(num_tokens, num_heads, head_dim)
     if num_tokens:
-        _kernel[(triton.cdiv(num_heads + 2 * num_kv_heads, HEADS), num_tokens)](
+        _rope_write_kernel[(triton.cdiv(num_heads + 2 * num_kv_heads, HEADS), num_tokens)](
             qkv,
             positions,
             cos,
@@ -56,17 +56,18 @@ def rope_write(
             NUM_KV_HEADS=num_kv_heads,
             HEAD_DIM=head_dim,
             HALF=cos.shape[1],
-            BLOCK_D=triton.next_power_of_2(head_dim),
+            BLOCK_HALF=triton.next_power_of_2(cos.shape[1]),
+            BLOCK_REST=triton.next_power_of_2(max(1, head_dim - 2 * cos.shape[1])),
             HEADS=HEADS,
             DEPENDENT=dependent,
             launch_pdl=dependent,
-            num_warps=HEADS,
+            num_warps=4,
         )
     return q
 
 
 @triton.jit
-def _kernel(
+def _rope_write_kernel(
     qkv,
     positions,
     cos,
@@ -84,50 +85,80 @@ def _kernel(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,  # of the elements that are rotated
-    BLOCK_D: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
     HEADS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Grid: (blocks of heads, T). An element is loaded with its partner in the rotation; queries
-    go to a place of their own, as in place another warp might still need the partner."""
+    """Grid: (blocks of heads, T). The two halves that are rotated are tiles of their own, and so is
+    the rest of a head, where there is any. Positions and slots are there before the kernel in front
+    begins."""
     if DEPENDENT:
         gdc_launch_dependents()  # the attention kernel finds its share before this one ends
-        gdc_wait()
     token = tl.program_id(1).to(tl.int64)
     head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
-    d = tl.arange(0, BLOCK_D)
-    partner = tl.where(d < HALF, d + HALF, d - HALF)
-    turning = d < 2 * HALF
-    partner = tl.where(turning, partner, d)
-    is_value = head >= NUM_HEADS + NUM_KV_HEADS
-    mask = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & (d < HEAD_DIM)[None, :]
-    normed = mask & (head < NUM_HEADS + NUM_KV_HEADS)[:, None]
-
-    row = qkv + token * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM) + head[:, None] * HEAD_DIM
-    x = tl.load(row + d[None, :], mask=mask, other=0.0)
-    y = tl.load(row + partner[None, :], mask=mask, other=0.0)
-    a, b = x.to(tl.float32), y.to(tl.float32)
-    if qk_norm is not None:
-        factor = tl.rsqrt(tl.sum(a * a, 1) / HEAD_DIM + eps)[:, None]
-        weights = qk_norm + head[:, None] * HEAD_DIM
-        a *= factor * tl.load(weights + d[None, :], mask=normed, other=0.0)
-        b *= factor * tl.load(weights + partner[None, :], mask=normed, other=0.0)
-        a, b = a.to(x.dtype).to(tl.float32), b.to(x.dtype).to(tl.float32)
-    place = tl.load(positions + token).to(tl.int64) * HALF + d % HALF
-    c = tl.load(cos + place, mask=turning, other=1.0)
-    s = tl.load(sin + place, mask=turning, other=0.0)
-    s = tl.where(d < HALF, -s, s)
-    turned = (a * c[None, :] + b * s[None, :]).to(x.dtype)
-
-    out = q + (token * NUM_HEADS + head[:, None]) * HEAD_DIM + d[None, :]
-    tl.store(out, turned, mask=mask & (head < NUM_HEADS)[:, None])
+    half = tl.arange(0, BLOCK_HALF)
+    rest = 2 * HALF + tl.arange(0, BLOCK_REST)
+    in_half, in_rest = half < HALF, rest < HEAD_DIM
+    there = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None]
+    is_value = (head >= NUM_HEADS + NUM_KV_HEADS)[:, None]
+    turns = tl.load(positions + token).to(tl.int64) * HALF + half
+    c = tl.load(cos + turns, mask=in_half, other=1.0)[None, :]
+    s = tl.load(sin + turns, mask=in_half, other=0.0)[None, :]
     slot = tl.load(slot_mapping + token).to(tl.int64)
+    if qk_norm is not None:
+        weights = qk_norm + head[:, None] * HEAD_DIM
+        normed = there & (is_value == 0)
+        low_weight = tl.load(weights + half[None, :], mask=normed & in_half[None, :], other=0.0)
+        high = weights + HALF + half[None, :]
+        high_weight = tl.load(high, mask=normed & in_half[None, :], other=0.0)
+        if 2 * HALF < HEAD_DIM:
+            mask = normed & in_rest[None, :]
+            rest_weight = tl.load(weights + rest[None, :], mask=mask, other=0.0)
+    if DEPENDENT:
+        gdc_wait()
+    row = qkv + token * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM) + head[:, None] * HEAD_DIM
+    low = tl.load(row + half[None, :], mask=there & in_half[None, :], other=0.0)
+    high = tl.load(row + HALF + half[None, :], mask=there & in_half[None, :], other=0.0)
+    a, b = low.to(tl.float32), high.to(tl.float32)
+    if 2 * HALF < HEAD_DIM:
+        still = tl.load(row + rest[None, :], mask=there & in_rest[None, :], other=0.0)
+    if qk_norm is not None:
+        squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
+        if 2 * HALF < HEAD_DIM:
+            e = still.to(tl.float32)
+            squares += tl.sum(e * e, 1)
+        factor = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+        a = (a * (factor * low_weight)).to(low.dtype).to(tl.float32)
+        b = (b * (factor * high_weight)).to(low.dtype).to(tl.float32)
+        if 2 * HALF < HEAD_DIM:
+            still = tl.where(is_value, still, (e * (factor * rest_weight)).to(still.dtype))
+    low = tl.where(is_value, low, (a * c - b * s).to(low.dtype))
+    high = tl.where(is_value, high, (b * c + a * s).to(high.dtype))
+
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-    stored = mask & (slot >= 0)
-    k_head = (head - NUM_HEADS)[:, None]
-    keys = k_cache + block * K_STRIDES[0] + offset * K_STRIDES[1] + k_head * K_STRIDES[2]
-    is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
-    tl.store(keys + d[None, :], turned.to(k_cache.dtype.element_ty), mask=stored & is_key[:, None])
-    v_head = k_head - NUM_KV_HEADS
-    values = v_cache + block * V_STRIDES[0] + offset * V_STRIDES[1] + v_head * V_STRIDES[2]
-    tl.store(values + d[None, :], x.to(v_cache.dtype.element_ty), mask=stored & is_value[:, None])
+    query = q + (token * NUM_HEADS + head) * HEAD_DIM
+    key = k_cache + block * K_STRIDES[0] + offset * K_STRIDES[1]
+    key += (head - NUM_HEADS) * K_STRIDES[2]
+    value = v_cache + block * V_STRIDES[0] + offset * V_STRIDES[1]
+    value += (head - NUM_HEADS - NUM_KV_HEADS) * V_STRIDES[2]
+    is_query = (head < NUM_HEADS)[:, None]
+    is_key = there & (is_query == 0) & (is_value == 0) & (slot >= 0)
+    is_value &= there & (slot >= 0)
+    _store(query, is_query, low, half, in_half)
+    _store(query + HALF, is_query, high, half, in_half)
+    _store(key, is_key, low, half, in_half)
+    _store(key + HALF, is_key, high, half, in_half)
+    _store(value, is_value, low, half, in_half)
+    _store(value + HALF, is_value, high, half, in_half)
+    if 2 * HALF < HEAD_DIM:
+        _store(query, is_query, still, rest, in_rest)
+        _store(key, is_key, still, rest, in_rest)
+        _store(value, is_value, still, rest, in_rest)
+
+
+@triton.jit
+def _store(heads, which, numbers, columns, mask):
+    """Store the heads that ``which`` says at their places."""
+    place = heads[:, None] + columns[None, :]
+    tl.store(place, numbers.to(heads.dtype.element_ty), mask=which & mask[None, :])
