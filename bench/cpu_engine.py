@@ -323,8 +323,17 @@ def main() -> None:
             name = f"decode at {context:,}, int8 KV"
             table.add(name, "tok/s", [value, *llamas], nbytes=nbytes)
     if "memory" in wanted:
-        sizes = [engine("resident") / 1e6 for engine in [ours, *theirs[:1]]]
-        table.add("resident memory", "MB", sizes)
+        # Fresh processes: a pool that has served other prompts keeps them for the next.
+        context, sizes = contexts[-1], []
+        fresh = [lambda: octavo(path, given.threads)]
+        if given.llama_python:
+            fresh.append(lambda: llama(given.llama_python, path, given.threads, True))
+        for start_engine in fresh:
+            engine = start_engine()
+            engine("decode", ids=prompt(context, 1000 + context, vocab_size), steps=8)
+            sizes.append(engine("resident") / 1e6)
+            engine.close()
+        table.add(f"resident memory at {context:,}", "MB", sizes)
     if "concurrent" in wanted:
         several = [prompt(CONCURRENT_PROMPT, 50 + i, vocab_size) for i in range(CONCURRENT)]
         measures = [

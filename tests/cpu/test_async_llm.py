@@ -266,10 +266,11 @@ def test_an_error_of_the_engine_reaches_every_caller(folder: Path) -> None:
             while stats(llm).num_waiting < 2:
                 await asyncio.sleep(0.001)
 
-            def forward(batch: Any) -> None:
+            def launch(batch: Any) -> None:
                 raise BrokenDevice("the device is gone")
 
-            llm._llm._engine._runtime.forward = forward  # type: ignore[method-assign]
+            for name in ("forward", "decode_ahead"):
+                setattr(llm._llm._engine._runtime, name, launch)
             calls = [last_of(one) for one in running]
             found = await asyncio.gather(*calls, *waiting, return_exceptions=True)
             assert [type(one) for one in found] == [BrokenDevice] * 4

@@ -5,6 +5,8 @@ so the answer is attention in float64. ``vnni`` differs from ``avx2`` and ``plai
 sums the code keeps at once, which any CPU can run; amx's products need the CPU.
 """
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,8 @@ from octavo.attention import SplitPlan, cpu_step
 from octavo.attention.backends.cpu import CpuCandidate
 from octavo.kernels.levels import level
 from octavo.kernels.program import Program
-from octavo.kernels.rope_write.reference import rope_write
+from octavo.kernels.rope_write.cpu import spread_heads
+from octavo.kernels.rope_write.reference import rope_write, spread
 from octavo.kernels.team import team
 from octavo.verify.problems import held
 
@@ -130,7 +133,9 @@ def test_a_step_of_decodes_and_prompts(num_decodes):
 @pytest.mark.parametrize("with_norm", [False, True])
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
 def test_rope_write(kv_dtype, with_norm, rotary_dim):
-    """Seven tokens, one of them stored nowhere; compared in the pool to half a step of rounding."""
+    """Seven tokens, one of them stored nowhere; compared in the pool to half a step of rounding.
+    What is rounded coarsely is spread before: keys and values for int8, normed keys for
+    bfloat16."""
     spec = make_spec(num_heads=6, num_kv_heads=2, kv_dtype=kv_dtype)
     backend, layout = CpuCandidate().open(spec), CpuCandidate().kv_layout(spec, 4)
     tokens, slots = 7, np.array([0, 1, 17, -1, 31, 63, 40], np.int32)
@@ -154,6 +159,10 @@ def test_rope_write(kv_dtype, with_norm, rotary_dim):
         qk_norm=weights,
         eps=1e-6,
     )
+    spread_keys = 64 if kv_dtype == "int8" or (kv_dtype == "bfloat16" and with_norm) else 0
+    wanted_q = spread(wanted_q, spread_keys)
+    wanted_pools[0] = spread(wanted_pools[0], spread_keys)
+    wanted_pools[1] = spread(wanted_pools[1], 64 if kv_dtype == "int8" else 0)
     plan = cpu_step.CpuPlan(spec, team().num_threads)
     starts = np.arange(tokens + 1, dtype=np.int32)
     lens, table = np.ones(tokens, np.int32), np.zeros((tokens, 1), np.int32)
@@ -185,3 +194,47 @@ def test_rope_write(kv_dtype, with_norm, rotary_dim):
         error = (found.float() - wanted).abs()
         assert (error <= 1.01 * half_step + 1e-5).all()
         assert (found[wanted.abs().amax((1, 2)) == 0] == 0).all()  # no other slot is written
+
+
+@pytest.mark.parametrize(("head_dim", "size"), [(64, 64), (80, 16), (96, 32), (256, 256), (16, 1)])
+@pytest.mark.parametrize("tokens", [0, 1, 2, 33])
+def test_spread_heads(head_dim, size, tokens):
+    """As the matrix says; no more tokens than there are; twice gives what was there before."""
+    x = torch.randn(tokens + 1, 3, head_dim, generator=torch.Generator().manual_seed(1))
+    found = x.clone()
+    call = spread_heads.bind(
+        count=np.array([tokens], np.int64),
+        x=found.numpy(),
+        num_heads=3,
+        head_dim=head_dim,
+        size=size,
+    )
+    team().run(Program([call]))
+    torch.testing.assert_close(found[:tokens], spread(x[:tokens], size), atol=1e-6, rtol=1e-5)
+    assert (found[tokens] == x[tokens]).all()
+    team().run(Program([call]))
+    torch.testing.assert_close(found, x, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 40, 300])
+@pytest.mark.parametrize("mode", ["auto", "fixed", "off"])
+def test_a_plan_hangs_on_lengths_only(mode, window):
+    """Whatever it was filled with before: longer rows, shorter ones, more or fewer."""
+    spec = make_spec(num_heads=6, num_kv_heads=2, split_mode=mode, window=window, split_tokens=64)
+    kept = cpu_step.CpuPlan(spec, 2)
+    rng = np.random.default_rng(0)
+    lens = np.array([17, 900], np.int32)
+    for _ in range(200):
+        lens = lens + rng.choice([1, 1, 1, -9]) if rng.random() < 0.9 else rng.integers(0, 2000, 3)
+        lens = np.maximum(lens, 0).astype(np.int32)
+        starts, table = np.arange(len(lens) + 1, dtype=np.int32), np.zeros((len(lens), 1), np.int32)
+        fresh = cpu_step.CpuPlan(spec, 2)
+        for plan in (kept, fresh):
+            plan.fill(starts, lens, len(lens), table)
+        first = np.maximum(lens - window, 0) if window else 0 * lens
+        for row, cuts in enumerate(kept.splits.boundaries):
+            edges = [first[row], *(stop for _, stop in cuts)]
+            assert cuts == list(itertools.pairwise(edges))
+            assert edges[-1] == lens[row]
+            assert all(start < stop for start, stop in cuts)
+        assert kept.splits.boundaries == fresh.splits.boundaries

@@ -11,6 +11,7 @@ items out by itself; a call without rows of its kind returns at once. Nothing he
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from octavo.kernels.levels import level
 from octavo.kernels.paged_prefill.cpu import prefill_op, prefill_scratch_bytes, query_tile
 from octavo.kernels.paged_prefill.cpu_products import AMX
 from octavo.kernels.program import Call
-from octavo.kernels.rope_write.cpu import rope_write
+from octavo.kernels.rope_write.cpu import rope_write, spread_heads
 from octavo.kernels.split_attention.cpu import attend_op, attend_scratch_bytes, merge
 
 # Another segment costs what so many tokens take to read. Provisional: measured when an item was one
@@ -32,6 +33,7 @@ from octavo.kernels.split_attention.cpu import attend_op, attend_scratch_bytes, 
 COST = SplitCost(min_tokens=128, merge_tokens=16)
 # 16-lane sums that the registers hold beside what else they must.
 _ROOM = {"amx": 20, "vnni": 20, "avx2": 6, "plain": 6}
+REPLAN = 16  # tokens of the longest row for which a plan serves
 _NO_TILES = np.empty((0, 4), np.int32)
 
 
@@ -42,7 +44,7 @@ class CpuPlan:
     ``num_threads`` is the number of the team's threads.
     """
 
-    splits: SplitPlan  # of the decode rows of the step that was filled last
+    num_splits: NDArray[np.int32]  # [R], segments of each decode row
     part_out: NDArray[np.float32]  # [S, H, Dv], their segments' partials
     part_m: NDArray[np.float32]  # [S, H]
     part_l: NDArray[np.float32]  # [S, H]
@@ -53,10 +55,21 @@ class CpuPlan:
         self.header = np.zeros(1, HEADER)  # neither moves nor grows
         self._arrays: dict[str, NDArray[Any]] = {}  # that it names, by field
         self._partials = np.empty(0, np.float32)
+        self._planned_for: NDArray[np.int32] | None = None  # lengths of the rows that were cut
         scratch_bytes = -(-_scratch_bytes(spec) // 64) * 64
         self._scratch = np.empty(num_threads * scratch_bytes + 64, np.uint8)
         self.header["scratch"] = -(-self._scratch.ctypes.data // 64) * 64
         self.header["scratch_bytes"] = scratch_bytes
+
+    @property
+    def splits(self) -> SplitPlan:
+        """The cuts of the decode rows of the step that was filled last."""
+        row, start, stop, number = self._segments.T
+        starts, stops = np.empty_like(start), np.empty_like(stop)
+        starts[number], stops[number] = start, stop
+        lens = np.zeros(len(self.num_splits), np.int64)
+        np.maximum.at(lens, row, stop)
+        return replace(self._planned, starts=starts, stops=stops, seq_lens=lens)
 
     def fill(
         self,
@@ -71,34 +84,75 @@ class CpuPlan:
         this KV group. The first ``num_decodes`` rows have one token each, the others any number.
         The arrays are read in place until the next step is filled. ``splits`` cuts the decode rows
         elsewhere than the spec's mode would."""
-        spec = self.spec
-        self.splits = splits or plan_splits(
-            seq_lens[:num_decodes],
-            num_kv_heads=1,  # an item takes all heads of its tokens
-            block_size=spec.block_size,
-            num_cores=self.num_threads,
-            mode=spec.split_mode,
-            split_tokens=spec.split_tokens,
-            window=spec.window,
-            cost=COST,
-        )
-        self._make_partials(len(self.splits.starts))
+        if splits is None:
+            self._cut(seq_lens[:num_decodes])
+        else:
+            self._planned_for = None
+            self._take(splits)
         self._point(
             slot_mapping=np.empty(0, np.int32) if slot_mapping is None else slot_mapping,
             block_table=block_table,
-            segments=_segments(self.splits),
-            row_start=self.splits.row_start,
-            part_out=self.part_out,
-            part_m=self.part_m,
-            part_l=self.part_l,
         )
-        tiles = _tiles(spec, query_start_loc, seq_lens, num_decodes)
+        tiles = _tiles(self.spec, query_start_loc, seq_lens, num_decodes)
         self._point(tiles=tiles)
         self.header["num_tiles"] = len(tiles)
         self.header["num_tokens"] = query_start_loc[-1]
         self.header["num_decodes"] = num_decodes
         self.header["table_width"] = block_table.shape[1]
-        self.header["num_segments"] = len(self.splits.starts)
+
+    def follow(
+        self, seq_lens: NDArray[np.int32], slots: NDArray[np.int32]
+    ) -> list[tuple[NDArray[Any], NDArray[Any]]]:
+        """What changes in the steps that follow the one just filled, if the same rows decode on
+        under the same plan: arrays that the header names, and their values step by step.
+        ``seq_lens`` and ``slots`` int32 [steps, R]. In a window nothing may follow."""
+        rows, _, last = self._ends
+        segments = np.repeat(self._segments[None], len(seq_lens), axis=0)
+        segments[:, last, 2] = seq_lens[:, rows]
+        self._point(slot_mapping=self._arrays["slot_mapping"].copy())
+        return [(self._segments, segments), (self._arrays["slot_mapping"], slots)]
+
+    def _cut(self, lens: NDArray[np.int32]) -> None:
+        """Cut the decode rows. Where to cut is decided every ``REPLAN`` tokens of the longest row;
+        in between the last segments grow, and in a window the first ones shrink. So the cuts hang
+        on the lengths only, and most steps plan nothing."""
+        spec = self.spec
+        stretch = spec.split_mode == "auto" and len(lens) > 0
+        past = (int(lens.max()) - 1) % REPLAN if stretch else 0
+        planned_for = np.maximum(lens - past, np.minimum(lens, 1))
+        if self._planned_for is None or not np.array_equal(planned_for, self._planned_for):
+            self._planned_for = planned_for
+            splits = plan_splits(
+                planned_for,
+                num_kv_heads=1,  # an item takes all heads of its tokens
+                block_size=spec.block_size,
+                num_cores=self.num_threads,
+                mode=spec.split_mode,
+                split_tokens=spec.split_tokens,
+                window=spec.window,
+                cost=COST,
+            )
+            self._take(splits)
+        rows, first, last = self._ends
+        self._segments[last, 2] = lens[rows]
+        if spec.window is not None:
+            self._segments[first, 1] = np.maximum(lens[rows] - spec.window, 0)
+
+    def _take(self, splits: SplitPlan) -> None:
+        self._planned, self.num_splits = splits, splits.num_splits
+        self._segments, places = _segments(splits)
+        edges = splits.row_start
+        rows = np.flatnonzero(self.num_splits)  # those with keys, and their first and last segments
+        self._ends = rows, places[edges[rows]], places[edges[rows + 1] - 1]
+        self._make_partials(len(splits.starts))
+        self._point(
+            segments=self._segments,
+            row_start=edges,
+            part_out=self.part_out,
+            part_m=self.part_m,
+            part_l=self.part_l,
+        )
+        self.header["num_segments"] = len(splits.starts)
 
     def _point(self, **arrays: NDArray[Any]) -> None:
         for field, array in arrays.items():
@@ -150,8 +204,30 @@ def rope_write_call(
         rotary_dim=rotary_dim,
         block_size=spec.block_size,
         kv_bytes=KV_BYTES[spec.kv_dtype],
+        spread=_spread(spec, qk_norm is not None),
+        spread_values=_spread(spec) if spec.kv_dtype == "int8" else 0,
         eps=norm_eps,
     )
+
+
+def restore_calls(
+    spec: AttentionSpec, *, count: NDArray[np.int64], out: NDArray[np.float32]
+) -> list[Call]:
+    """What is left to do to attention's ``out`` [T, H, D], T at ``count``, where
+    :func:`rope_write_call` has spread the values."""
+    if spec.kv_dtype != "int8":
+        return []
+    heads, width = spec.num_heads, spec.head_dim
+    return [
+        spread_heads.bind(count=count, x=out, num_heads=heads, head_dim=width, size=_spread(spec))
+    ]
+
+
+def _spread(spec: AttentionSpec, has_norm: bool = False) -> int:
+    """Over how many elements of a head large ones are spread before they are rounded. Where the
+    model norms keys, the norm's weights may be large for a few (in Gemma 3 ten times the rest)."""
+    rounds = spec.kv_dtype == "int8" or (spec.kv_dtype == "bfloat16" and has_norm)
+    return spec.head_dim & -spec.head_dim if rounds else 0  # the largest power of two in it
 
 
 def decode_calls(
@@ -265,9 +341,10 @@ def _tiles(
     return np.stack(columns, axis=1)[order].astype(np.int32)
 
 
-def _segments(splits: SplitPlan) -> NDArray[np.int32]:
-    """int32 [S, 4]: row, start, stop and number of each segment, longest first."""
+def _segments(splits: SplitPlan) -> tuple[NDArray[np.int32], NDArray[np.intp]]:
+    """int32 [S, 4]: row, start, stop and number of each segment, longest first; and where the
+    segment of each number is among them."""
     rows = np.repeat(np.arange(len(splits.seq_lens)), splits.num_splits)
     order = np.argsort(splits.starts - splits.stops, kind="stable")
     columns = rows[order], splits.starts[order], splits.stops[order], order
-    return np.stack(columns, axis=1).astype(np.int32)
+    return np.stack(columns, axis=1).astype(np.int32), np.argsort(order)

@@ -13,12 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
+from mmap import mmap
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from octavo.checkpoint.mapping import map_file
+from octavo.checkpoint.mapping import map_bytes
 from octavo.checkpoint.quants import FORMATS, Bytes, row_nbytes
 from octavo.errors import CheckpointError, UnsupportedModelError
 
@@ -147,8 +148,8 @@ def _join(parts: list[GgufFile]) -> GgufFile:
 
 
 def _read_part(path: Path) -> GgufFile:
-    file = map_file(path)
-    cursor = _Cursor(file, path.name)
+    mapped = map_bytes(path)
+    cursor = _Cursor(mapped, path.name)
     magic = cursor.take(4, "the magic number")
     if magic != b"GGUF":
         raise CheckpointError(f"{path.name} is not a GGUF file: it begins with {magic!r}")
@@ -187,7 +188,8 @@ def _read_part(path: Path) -> GgufFile:
             f"{path.name}: general.alignment is {alignment}, which is no power of two"
         )
     data_start = -(-cursor.position // alignment) * alignment
-    tensors = _map_tensors(file[data_start:], table, alignment, path.name)
+    data = np.frombuffer(mapped, np.uint8)[data_start:]
+    tensors = _map_tensors(data, table, alignment, path.name)
     return GgufFile(path.name, metadata, tensors)
 
 
@@ -231,8 +233,8 @@ def _map_tensors(
 class _Cursor:
     """Reads forward through the header; every read names what it is after."""
 
-    def __init__(self, file: Bytes, file_name: str) -> None:
-        self.buffer = file.data
+    def __init__(self, buffer: mmap, file_name: str) -> None:
+        self.buffer = buffer
         self.file_name = file_name
         self.position = 0
 
@@ -241,7 +243,7 @@ class _Cursor:
         if stop > len(self.buffer):
             raise self.cut(what, size)
         self.position = stop
-        return bytes(self.buffer[start:stop])
+        return self.buffer[start:stop]
 
     def cut(self, what: str, size: int) -> CheckpointError:
         left = len(self.buffer) - self.position
@@ -297,7 +299,7 @@ class _Cursor:
                     self.position = min(start, end)
                     what = f"string {len(strings)} of {key}"
                     raise self.cut(what, position - self.position)
-                strings.append(str(buffer[start:position], "utf-8"))
+                strings.append(buffer[start:position].decode())
         except UnicodeDecodeError as error:
             raise CheckpointError(
                 f"{self.file_name}: string {len(strings)} of {key} is not UTF-8: {error}"

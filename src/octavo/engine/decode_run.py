@@ -90,6 +90,30 @@ class DecodeRun:
         self._tables = [table.copy() for table in batch.block_table]
         self._counting = np.arange(len(requests) + 1, dtype=np.int32)
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether every row takes its likeliest id, and nothing besides is asked for."""
+        sampling = self._sampling
+        return not (
+            sampling.temperature.any()
+            or sampling.num_logprobs.max(initial=-1) >= 0
+            or sampling.edits_logits
+        )
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._requests)
+
+    @property
+    def next_seq_len(self) -> int:
+        """Tokens of the longest row in the next step."""
+        return int(self._positions.max()) + 2
+
+    @property
+    def steps_left(self) -> int:
+        """Steps before a row ends by its length."""
+        return int((self._last - self._positions).min())
+
     def next(self, *, on_device: bool) -> RunStep | None:
         """Plan the next step and count its tokens as computed, or None: the run is over.
         ``on_device``: the ids of the step before are not known here yet."""

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from octavo.cache import KVCache, KVGroup
 from octavo.engine.batch import StepBatch, build_step_batch
-from octavo.engine.decode_run import DecodeRun, start_run
+from octavo.engine.decode_run import DecodeRun, RunStep, start_run
 from octavo.engine.request import Request, RequestStatus
 from octavo.engine.sampling import (
     INVALID_TOKEN,
@@ -38,7 +38,7 @@ from octavo.engine.sampling import (
 from octavo.engine.scheduler import ScheduledRow, Scheduler
 from octavo.errors import ConfigError, ContextLengthError, InvalidRequestError
 from octavo.outputs import FinishReason, RequestMetrics, TokenLogprobs
-from octavo.runtime import ReportsSplits, Runtime
+from octavo.runtime import DecodesAhead, ReportsSplits, Runtime
 
 if TYPE_CHECKING:
     from concurrent import futures
@@ -169,6 +169,7 @@ class Engine:
         self._finished: Counter[FinishReason] = Counter()
         self._num_splits: Counter[int] = Counter()
         self._reporter = runtime if isinstance(runtime, ReportsSplits) else None
+        self._ahead = runtime if isinstance(runtime, DecodesAhead) else None
 
     @cached_property
     def _grammars(self) -> GrammarCompiler | None:
@@ -250,19 +251,49 @@ class Engine:
         then be aborted, or computed again by further steps."""
         try:
             self._queue_compiled()
-            launched = self._launch_of_run() or self._launch_forward()
-            self._deliver()
-            if launched is not None:
-                if launched.handle is None:
-                    launched = self._launch_sampling(launched)
-                self._in_flight = launched
-                if not self.limits.async_scheduling:
-                    self._deliver()
+            if not self._run_ahead():
+                self._step()
         except BaseException:
             self._lose_steps()
             raise
         updates, self._updates = self._updates, []
         return updates
+
+    def _step(self) -> None:
+        launched = self._launch_of_run() or self._launch_forward()
+        self._deliver()
+        if launched is not None:
+            if launched.handle is None:
+                launched = self._launch_sampling(launched)
+            self._in_flight = launched
+            if not self.limits.async_scheduling:
+                self._deliver()
+
+    def _run_ahead(self) -> bool:
+        """Several steps of the run in one call, where the runtime offers that and nothing can come
+        between them; ids behind one that ends a request are dropped on delivery."""
+        run, runtime = self._run, self._ahead
+        if run is None or runtime is None or self._in_flight is not None or not run.is_greedy:
+            return False
+        count = min(run.steps_left, runtime.steps_ahead(run.num_rows, run.next_seq_len))
+        steps: list[RunStep] = []
+        while len(steps) < count and count > 1:
+            step = run.next(on_device=bool(steps))
+            if step is None:
+                self._run = None
+                break
+            steps.append(step)
+            self._kv.step_launched()
+        if not steps:
+            return False
+        outputs = runtime.decode_ahead([step.batch for step in steps])
+        for step, output in zip(steps, outputs, strict=True):
+            before = self._generation_tokens
+            self._in_flight = _Step([], step.batch, step.requests, output)
+            self._deliver()
+            if self._generation_tokens > before:  # else it was all surplus
+                self._count_step()
+        return True
 
     def stats(self) -> EngineStats:
         scheduler = self._scheduler
@@ -328,6 +359,9 @@ class Engine:
     def _forward(self, batch: StepBatch) -> None:
         self._kv.step_launched()
         self._runtime.forward(batch)
+        self._count_step()
+
+    def _count_step(self) -> None:
         self._num_steps += 1
         if self._reporter is not None and self._reporter.num_splits is not None:
             self._num_splits.update(self._reporter.num_splits.tolist())

@@ -241,6 +241,8 @@ def sample(logits: Float32, batch: SamplingBatch) -> SampleOutput:
 def report(logits: Float32, batch: SamplingBatch, token_ids: Int32) -> SampleOutput:
     """The choice of ``token_ids`` [S] from ``logits [L, V]``, with the log probabilities asked
     for."""
+    if not len(batch.prompt_indices) and batch.num_logprobs.max(initial=-1) < 0:
+        return SampleOutput(token_ids, [None] * len(token_ids), [])
     raw = [logits[index] for index in batch.sample_indices]
     logprobs = [
         _token_logprobs(row, int(token), int(top)) if top >= 0 and token != INVALID_TOKEN else None

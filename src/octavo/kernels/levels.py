@@ -14,9 +14,8 @@ import platform
 import sys
 from functools import cache
 
-import llvmlite.binding
-
 from octavo.errors import ConfigError
+from octavo.kernels.host_cpu import features
 
 _VNNI = ("avx512f", "avx512bw", "avx512vl", "avx512vnni", "f16c", "fma")
 _NEEDS = {
@@ -47,10 +46,7 @@ def level() -> str:
 @cache
 def usable_levels() -> tuple[str, ...]:
     """The levels that this CPU has, best first."""
-    features = llvmlite.binding.get_host_cpu_features()
-    names = [
-        name for name, needs in _NEEDS.items() if all(features.get(need, False) for need in needs)
-    ]
+    names = [name for name, needs in _NEEDS.items() if features().issuperset(needs)]
     if "amx" in names and not _ask_for_tiles():
         names.remove("amx")
     return tuple(names)

@@ -12,14 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numba
 import numpy as np
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 from numpy.typing import DTypeLike, NDArray
 
-from octavo.kernels.jit import cache_works, jit
+from octavo.kernels.jit import Code, jit, machine_code
+from octavo.kernels.late import intrinsic, numba, types
 from octavo.kernels.vector_ir import I64, call
 
 _SPINS = 2000  # pauses of some 40 ns before a waiting thread offers its core to others
@@ -32,7 +30,7 @@ class Op:
     name: str
     record: np.dtype[Any]
     address: int
-    compiled: Any  # keeps the machine code alive
+    compiled: Code
 
     def bind(self, **values: Any) -> Call:
         """The op with its record filled: every field is named, an array stands for its address
@@ -75,13 +73,14 @@ def op(**fields: DTypeLike) -> Callable[[Callable[..., None]], Op]:
     int64 (:func:`float32s` and its like make arrays of them). An op neither raises nor allocates.
     """
     record = np.dtype([(name, np.dtype(kind)) for name, kind in fields.items()], align=True)
-    signature = types.void(
-        types.int64, types.int64, types.int64, types.CPointer(numba.from_dtype(record))
-    )
+
+    def signature() -> Any:
+        pointer = types.CPointer(numba.from_dtype(record))
+        return types.void(types.int64, types.int64, types.int64, pointer)
 
     def compiled(function: Callable[..., None]) -> Op:
-        code = numba.cfunc(signature, cache=cache_works(), error_model="numpy")(function)
-        return Op(function.__name__, record, int(code.address or 0), code)
+        code = machine_code(function, f"op {record}", signature)
+        return Op(function.__name__, record, code.address, code)
 
     return compiled
 
@@ -89,15 +88,16 @@ def op(**fields: DTypeLike) -> Callable[[Callable[..., None]], Op]:
 # ---- what ops are written with
 
 
-def _maker(element: Any, kind: Any) -> Callable[..., Any]:
+def _maker(element: str, kind: Any) -> Any:
     """A compiled function (address, shape) -> array."""
 
     @intrinsic
     def pointer(typing, address):
         def emit(context, b, signature, arguments):
-            return b.inttoptr(arguments[0], context.get_value_type(element).as_pointer())
+            return b.inttoptr(arguments[0], context.get_value_type(kept).as_pointer())
 
-        return types.CPointer(element)(address), emit
+        kept = getattr(types, element)
+        return types.CPointer(kept)(address), emit
 
     @jit
     def array(address, shape):
@@ -106,13 +106,13 @@ def _maker(element: Any, kind: Any) -> Callable[..., Any]:
     return array
 
 
-float32s = _maker(types.float32, np.float32)
-int64s = _maker(types.int64, np.int64)
-int32s = _maker(types.int32, np.int32)
-uint32s = _maker(types.uint32, np.uint32)
-uint16s = _maker(types.uint16, np.uint16)  # bfloat16, float16
-uint8s = _maker(types.uint8, np.uint8)
-int8s = _maker(types.int8, np.int8)
+float32s = _maker("float32", np.float32)
+int64s = _maker("int64", np.int64)
+int32s = _maker("int32", np.int32)
+uint32s = _maker("uint32", np.uint32)
+uint16s = _maker("uint16", np.uint16)  # bfloat16, float16
+uint8s = _maker("uint8", np.uint8)
+int8s = _maker("int8", np.int8)
 
 
 @intrinsic

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils
+
+from octavo.kernels.late import cgutils
 
 F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 Value = Any  # llvmlite has no types for mypy

@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -46,3 +48,17 @@ class ReportsSplits(Protocol):
     def num_splits(self) -> NDArray[np.int32] | None:
         """Segments of each single-token row of the last forward [R], in the first KV group; None
         where they are decided on the device."""
+
+
+@runtime_checkable
+class DecodesAhead(Protocol):
+    """What a runtime may have besides: several decode steps in one call, so that what the host does
+    between two is done once. The ids are those of single steps."""
+
+    def steps_ahead(self, num_rows: int, seq_len: int) -> int:
+        """How many steps it would now take at once, if the longest of the rows has ``seq_len``
+        tokens in the first of them; 1: no more than one."""
+
+    def decode_ahead(self, batches: Sequence[StepBatch]) -> list[SampleOutput]:
+        """Carry out steps of the same single-token rows, which all take their likeliest id; the
+        ids of the second and later steps are those that the step before chose."""

@@ -7,8 +7,11 @@ imports torch.
 
 from __future__ import annotations
 
+import math
 import mmap
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -16,10 +19,11 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from octavo.attention.candidates import Selection
-from octavo.attention.cpu_step import CpuPlan
+from octavo.attention.cpu_step import REPLAN, CpuPlan
 from octavo.attention.spec import AttentionSpec, KVLayout
 from octavo.engine.batch import StepBatch
 from octavo.engine.sampling import SampleOutput, SamplingBatch
+from octavo.kernels.next_tokens.cpu import next_tokens
 from octavo.kernels.team import Team, team
 from octavo.models.rope import cos_sin
 from octavo.models.spec import DecoderSpec
@@ -30,6 +34,10 @@ from octavo.runtime.cpu_weights import DecoderWeights, load_weights
 
 Float32 = NDArray[np.float32]
 Array = NDArray[Any]
+
+# Steps at once: for so long, in which neither a stream nor a new request hears from us.
+AHEAD_SECONDS = 0.010
+MOST_AHEAD = 8
 
 _POOL_DTYPES: dict[str, DTypeLike] = {
     "float32": np.float32,
@@ -95,12 +103,37 @@ class CpuRuntime:
         self._sampler = Sampler(spec.vocab_size, crew)
         self._row_ids = np.empty(0, np.int32)  # [R]: last sample's
         self.num_splits: NDArray[np.int32] | None = None  # see octavo.runtime.ReportsSplits
+        self._can_follow = all(
+            group.spec.split_mode != "fixed" and group.spec.window is None for group in groups
+        )
+        self._step_seconds = math.inf  # of the last step of single-token rows
+        self._state = np.zeros(2, np.int64)
+        self._next_tokens = next_tokens.bind(
+            num_rows=self._buffers.num_tokens,
+            best=0,
+            ids=self._buffers.ids,
+            chosen=0,
+            state=self._state,
+            copies=0,
+            num_copies=0,
+        )
 
     @property
     def logits(self) -> Float32:
         return self._programs.logits[: self._buffers.num_logits[0]]
 
     def forward(self, batch: StepBatch) -> None:
+        self._fill(batch)
+        decode, prefill = batch.num_decodes > 0, batch.num_decodes < batch.num_rows
+        began = time.perf_counter()
+        self._team.run(self._programs.program(decode=decode, prefill=prefill))
+        if not prefill:
+            self._step_seconds = time.perf_counter() - began
+        self.num_splits = self._groups[0].plan.num_splits if decode else None
+        self._batch = batch
+
+    def _fill(self, batch: StepBatch) -> None:
+        """Write what the programs read."""
         buffers, tokens = self._buffers, batch.num_tokens
         ids = batch.input_ids
         if (ids < 0).any():  # those that the last sample chose
@@ -117,15 +150,45 @@ class CpuRuntime:
             self._groups, batch.block_table, batch.slot_mapping, strict=True
         ):
             group.plan.fill(batch.query_start_loc, batch.seq_lens, batch.num_decodes, table, slots)
-        program = self._programs.program(
-            decode=batch.num_decodes > 0, prefill=batch.num_decodes < batch.num_rows
+
+    # ---- several steps at once: see octavo.runtime.DecodesAhead
+
+    def steps_ahead(self, num_rows: int, seq_len: int) -> int:
+        if not self._can_follow:
+            return 1
+        planned = REPLAN - (seq_len - 1) % REPLAN  # steps for which one plan serves
+        return min(int(AHEAD_SECONDS / self._step_seconds), MOST_AHEAD, planned)
+
+    def decode_ahead(self, batches: Sequence[StepBatch]) -> list[SampleOutput]:
+        first, later, count = batches[0], batches[1:], len(batches)
+
+        def table(arrays: Iterable[Array]) -> Array:  # [steps, rows]
+            return np.array(list(arrays), np.int32).reshape(len(later), first.num_rows)
+
+        # Tables only grow: the last one serves all steps.
+        self._fill(replace(first, block_table=batches[-1].block_table))
+        follows: list[tuple[Array, Array]] = []
+        positions = table(batch.positions for batch in later)
+        for rope, buffers in self._buffers.ropes.items():
+            values = cos_sin(rope, positions.reshape(-1))
+            follows += zip((buffer[: first.num_rows] for buffer in buffers), values, strict=True)
+        for number, group in enumerate(self._groups):
+            slots = table(batch.slot_mapping[number] for batch in later)
+            follows += group.plan.follow(positions + np.int32(1), slots)
+        copies = np.array(
+            [(to.ctypes.data, values.ctypes.data, to.nbytes) for to, values in follows], np.int64
         )
-        self._team.run(program)
-        if batch.num_decodes:
-            self.num_splits = self._groups[0].plan.splits.num_splits
-        else:
-            self.num_splits = None
-        self._batch = batch
+        chosen = np.empty((count, first.num_rows), np.int32)
+        record = self._next_tokens.record
+        record["best"], record["chosen"] = self._programs.best.ctypes.data, chosen.ctypes.data
+        record["copies"], record["num_copies"] = copies.ctypes.data, len(copies)
+        self._state[:] = 0, count
+        began = time.perf_counter()
+        self._team.run(self._programs.several(count, self._next_tokens))
+        self._step_seconds = (time.perf_counter() - began) / count
+        self.num_splits = self._groups[0].plan.num_splits
+        self._batch, self._row_ids = batches[-1], chosen[-1].clip(min=0)
+        return [SampleOutput(ids, [None] * len(ids), []) for ids in chosen]
 
     def sample(self, batch: SamplingBatch) -> SampleOutput:
         output = self._sampler.choose(self.logits, self._programs.best, batch)

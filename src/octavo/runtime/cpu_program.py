@@ -9,7 +9,13 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.attention.cpu_step import CpuPlan, decode_calls, prefill_call, rope_write_call
+from octavo.attention.cpu_step import (
+    CpuPlan,
+    decode_calls,
+    prefill_call,
+    restore_calls,
+    rope_write_call,
+)
 from octavo.attention.spec import AttentionSpec
 from octavo.kernels.linear.cpu import embed, linear
 from octavo.kernels.linear.cpu_q8 import q8_rows
@@ -118,10 +124,17 @@ class Programs:
             )
             for decode, prefill in ((True, False), (False, True), (True, True))
         }
+        self._several: dict[int, Program] = {}
 
     def program(self, *, decode: bool, prefill: bool) -> Program:
         """The program for a step with rows of one token, with longer ones, or with both."""
         return self._programs[decode, prefill]
+
+    def several(self, steps: int, between: Call) -> Program:
+        """So many decode steps in one program, with a call behind each: always the same one."""
+        if steps not in self._several:
+            self._several[steps] = Program([*self._programs[True, False].calls, between] * steps)
+        return self._several[steps]
 
     # ---- the stages
 
@@ -199,6 +212,8 @@ class Programs:
         for call in decode_calls(attention.spec, attention.plan, **places):
             self._add(call, "decode")
         self._add(prefill_call(attention.spec, attention.plan, **places), "prefill")
+        for call in restore_calls(attention.spec, count=self._buffers.num_tokens, out=out):
+            self._add(call)
 
     def _out_proj(self, layer: int, weights: LayerWeights) -> None:
         source = self._buffers.attended

@@ -98,6 +98,7 @@ class Metrics:
         self._ready: Ready | None = None
         self._exported.register(_EngineCollector(self))
         self._counted_tokens = 0  # prompt and generated, up to the last step
+        self._counted_steps = 0
 
         self._load = Gauge(
             LOAD,
@@ -159,7 +160,7 @@ class Metrics:
     # ---- what happens
 
     def engine_ready(self, ready: Ready) -> None:
-        self._ready, self._counted_tokens = ready, 0
+        self._ready, self._counted_tokens, self._counted_steps = ready, 0, 0
 
     def request_started(self, submission: Submission) -> None:
         params, prompt = submission.params, submission.output.prompt_token_ids
@@ -173,7 +174,8 @@ class Metrics:
             )
 
     def step_came(self, updates: Sequence[RequestUpdate], stats: EngineStats) -> None:
-        """A step's updates, before :meth:`answer_ended` is told of those that ended."""
+        """The updates of a step, or of several in one call, before :meth:`answer_ended` is told of
+        those that ended."""
         self._stats = stats
         now = time.monotonic()
         gaps: dict[float, int] = {}  # how often each; in a batch they are mostly the same
@@ -199,8 +201,10 @@ class Metrics:
             _observe(self._itl, gap, count)
         total = stats.prompt_tokens + stats.generation_tokens
         if self._counts_steps and total > self._counted_tokens:
-            self._step_tokens.observe(total - self._counted_tokens)
+            steps = max(1, stats.num_steps - self._counted_steps)
+            _observe(self._step_tokens, (total - self._counted_tokens) / steps, steps)
             self._counted_tokens = total
+        self._counted_steps = stats.num_steps
 
     def answer_ended(self, request_id: str, reason: str) -> None:
         self._success.labels(*self._labels(), reason).inc()

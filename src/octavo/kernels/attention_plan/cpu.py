@@ -6,10 +6,9 @@ that it names are new in each step.
 
 from __future__ import annotations
 
-import numba
 import numpy as np
-from numba import types
-from numba.extending import intrinsic
+
+from octavo.kernels.late import intrinsic, numba, types
 
 HEADER = np.dtype(
     [
@@ -33,14 +32,15 @@ HEADER = np.dtype(
         )
     ]
 )
-_RECORD = numba.from_dtype(HEADER)
 
 
 @intrinsic
 def plan_at(typing, address):
     """The :data:`HEADER` at an address."""
 
-    def emit(context, b, signature, arguments):
-        return b.inttoptr(arguments[0], context.get_value_type(_RECORD))
+    record = numba.from_dtype(HEADER)
 
-    return _RECORD(types.int64), emit
+    def emit(context, b, signature, arguments):
+        return b.inttoptr(arguments[0], context.get_value_type(record))
+
+    return record(types.int64), emit

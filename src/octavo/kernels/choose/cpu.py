@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import math
 
-import numba
 import numpy as np
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from octavo.kernels.jit import jit
+from octavo.kernels.late import intrinsic, numba, types
 from octavo.kernels.program import fetch_add, float32s, int32s, int64s, op
 from octavo.kernels.vector_ir import I64, broadcast, exp, load, loop, reduce_sum, variable
 
@@ -186,7 +184,7 @@ def _keep(scores, lowest, top_k, top_p, ids, keys):
     for i in range(count):
         bits = np.uint64(np.float32(scores[ids[i]]).view(np.uint32)) & np.uint64(0x7FFFFFFF)
         keys[i] = bits << _HIGH | np.uint64(ids[i])
-    keys[:count].sort()
+    _sort(keys, count)
     count = min(count, top_k)
     if top_p < 1:
         if top_k < width:
@@ -204,10 +202,35 @@ def _keep(scores, lowest, top_k, top_p, ids, keys):
                 break
     for i in range(count):
         keys[i] &= _LOW
-    keys[:count].sort()
+    _sort(keys, count)
     for i in range(count):
         ids[i] = keys[i]
     return count
+
+
+@jit
+def _sort(keys, count):
+    """Sort the first ``count`` in place, by a heap: numba's own sort allocates."""
+    for place in range(count // 2 - 1, -1, -1):
+        _sink(keys, place, count)
+    for last in range(count - 1, 0, -1):
+        keys[0], keys[last] = keys[last], keys[0]
+        _sink(keys, 0, last)
+
+
+@jit
+def _sink(keys, place, count):
+    """Move the number at ``place`` down, below those that are larger."""
+    key = keys[place]
+    while True:
+        child = 2 * place + 1
+        if child + 1 < count and keys[child + 1] > keys[child]:
+            child += 1
+        if child >= count or keys[child] <= key:
+            break
+        keys[place] = keys[child]
+        place = child
+    keys[place] = key
 
 
 @jit

@@ -11,9 +11,9 @@ token and head, the largest magnitude / 127.
 from __future__ import annotations
 
 import numpy as np
-from numba.extending import register_jitable
 
 from octavo.kernels.jit import jit
+from octavo.kernels.late import register_jitable
 from octavo.kernels.program import float32s, int8s, uint16s, uint32s
 
 TILE = 16  # tokens

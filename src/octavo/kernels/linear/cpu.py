@@ -11,13 +11,11 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
-import numba
-from numba import types
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from octavo.kernels import levels
 from octavo.kernels.jit import jit
+from octavo.kernels.late import intrinsic, numba, types
 from octavo.kernels.linear.cpu_amx import TOKENS, emit_config, emit_q8_tiles, emit_release
 from octavo.kernels.linear.cpu_dot import LEVELS
 from octavo.kernels.linear.cpu_finish import emit_gate, emit_store
@@ -40,6 +38,7 @@ Address = int | NDArray[Any]  # of the first byte, or the array that begins ther
 TILE = 32  # tokens for which a block is unpacked once
 RANGE = 128  # tokens of an item: their activations stay in the second-level cache
 ITEM_BYTES = 1 << 16  # weights of an item of one token
+AHEAD = 4096  # bytes that one token's weights are asked for ahead
 _ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2}
 
 
@@ -132,22 +131,29 @@ def linear_op(format: str, mode: str, level: str) -> Op:
         pair_width = ROWS if a.activation != 0 else 2 * ROWS
         step = 2 if a.activation != 0 else 1  # columns enough for a group of the result
         piece = pairs_of_item(pairs, step, pair_bytes, num_tokens, num_threads)
-        pieces = (pairs + piece - 1) // piece
+        # For one token all that counts is reading: most of the weights are one stream a thread, and
+        # the rest are items, for threads of unequal speed.
+        share = pairs * 7 // (8 * num_threads * step) * step if num_tokens == 1 else 0
+        shared = share * num_threads
+        pieces = (pairs - shared + piece - 1) // piece
         num_items = pieces * ((num_tokens + RANGE - 1) // RANGE)
         sums = scratch(sums_bytes)
         kept = scratch(kept_bytes)  # results that go nowhere but into q8 rows
         begin(kind)
-        while True:
-            item = fetch_add(counter, 1)
-            if item >= num_items:
-                break
-            start = item // pieces * RANGE
+        item = -1 if share > 0 else fetch_add(counter, 1)
+        while item < num_items:
+            if item < 0:
+                start, first, last = 0, thread * share, thread * share + share
+            else:
+                start = item // pieces * RANGE
+                first = shared + item % pieces * piece
+                last = min(first + piece, pairs)
             stop = min(start + RANGE, num_tokens)
-            first = item % pieces * piece
-            for pair in range(first, min(first + piece, pairs)):
+            for pair in range(first, last):
                 block = a.weights + pair * pair_bytes
                 other = a.weights + min(2 * pair + 1, a.num_blocks - 1) * a.block_bytes
-                ahead = a.weights + min(pair + 1, pairs - 1) * pair_bytes
+                following = a.weights + min(pair + 1, pairs - 1) * pair_bytes
+                ahead = block + AHEAD if num_tokens == 1 else following
                 column = pair * pair_width
                 count = min(pair_width, a.width - column)
                 bias = a.bias + 8 * ROWS * pair if a.bias != 0 else 0
@@ -173,6 +179,7 @@ def linear_op(format: str, mode: str, level: str) -> Op:
                             quantize_group(
                                 out + i * out_stride, row + i * a.out_q8_stride, a.width, group
                             )
+            item = fetch_add(counter, 1)
         end(kind)
 
     return linear
@@ -192,47 +199,38 @@ def add_up(typing, kind, block, other, x, x_stride, num_tokens, num_columns, ahe
 
     def emit(context, b, signature, arguments):
         _, block, other, *rest = arguments
-        tile = Tile([block, other], I64(0), *rest)
-        if LEVELS[name].lanes == ROWS:
-            _emit_together(b, format, mode, LEVELS[name], tile)
-        else:
-            _emit_alone(b, format, mode, LEVELS[name], tile)
+        tile, level = Tile([block, other], I64(0), *rest), LEVELS[name]
+        if mode == "exact":
+            _in_pieces(b, level, tile, partial(emit_exact, b, format, level))
+            return context.get_dummy_value()
+        packed = FORMATS[format]
+        with b.if_else(b.icmp_signed("==", tile.num_tokens, I64(1))) as (one, many):
+            with one, loop(b, I64(0), I64(2)) as number:
+                emit_q8_one(b, packed, level, tile.alone(b, number))
+            with many:
+                if level.tiles:
+                    is_small = b.icmp_signed("<", tile.num_tokens, I64(TOKENS))
+                    with b.if_else(is_small) as (few, enough):
+                        with few:
+                            emit_q8(b, packed, level, tile)
+                        with enough:
+                            emit_q8_tiles(b, packed, level, tile)
+                else:
+                    _in_pieces(b, level, tile, partial(emit_q8, b, packed, level))
         return context.get_dummy_value()
 
     return types.void(kind, *[types.int64] * 8), emit
 
 
-def _emit_together(b, format, mode, level, tile):
-    if mode == "exact":
-        emit_exact(b, format, level, tile)
-    elif level.tiles:
-        is_small = b.icmp_signed("<", tile.num_tokens, I64(TOKENS))
-        with b.if_else(is_small) as (small, large):
-            with small:
-                emit_q8(b, FORMATS[format], level, tile)
-            with large:
-                emit_q8_tiles(b, FORMATS[format], level, tile)
-    else:
-        emit_q8(b, FORMATS[format], level, tile)
-
-
-def _emit_alone(b, format, mode, level, tile):
-    """A block after the other, or half of one where a vector has no more lanes."""
+def _in_pieces(b, level, tile, emit):
+    """Both blocks together, or half a block after the other where a vector has no more lanes."""
+    if level.lanes == ROWS:
+        emit(tile)
+        return
     with loop(b, I64(0), I64(2)) as number:
-        tile = tile.alone(b, number)
-
-        def halves(emit):
-            with loop(b, I64(0), I64(ROWS), step=level.lanes) as row:
-                emit(replace(tile, row=row))
-
-        if mode == "exact":
-            halves(partial(emit_exact, b, format, level))
-            return
-        with b.if_else(b.icmp_signed("==", tile.num_tokens, I64(1))) as (one, many):
-            with one:
-                emit_q8_one(b, FORMATS[format], level, tile)
-            with many:
-                halves(partial(emit_q8, b, FORMATS[format], level))
+        alone = tile.alone(b, number)
+        with loop(b, I64(0), I64(ROWS), step=level.lanes) as row:
+            emit(replace(alone, row=row))
 
 
 @intrinsic

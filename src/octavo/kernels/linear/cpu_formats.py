@@ -1,8 +1,10 @@
 """How each weight format lies in packed blocks, and how it is unpacked in registers.
 
-A block is 16 rows: *fields* one after another, each an array ``[entry][item][16 rows]``. An entry
-serves 1, 2 or 8 groups of 32 columns. The first field holds the weights; what is said here of a
-32-bit word of four weights is for one row, so a vector of words is the same for a vector of rows:
+A block is 16 rows, as *spans* of 1 or 8 groups of 32 columns, so that a block is read as one
+stream. A span is *fields* one after another, each an array ``[entry][item][16 rows]``; an entry
+serves 1, 2 or 8 groups, or, behind the last span, all of them. The first field holds the weights;
+what is said here of a 32-bit word of four weights is for one row, so a vector of words is the same
+for a vector of rows:
 
 - ``nibbles``, four words a group: byte j of word t is column 4t + j in its low half and column
   16 + 4t + j in its high half. Q4_0 and Q4_1 have them in this order in the file.
@@ -16,7 +18,7 @@ serves 1, 2 or 8 groups of 32 columns. The first field holds the weights; what i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from llvmlite import ir
@@ -51,6 +53,17 @@ class Field:
         return ROWS * self.items * self.size
 
 
+def span_groups(fields: Sequence[Field]) -> int:
+    """Groups of a span: as many as the field that serves most of them."""
+    return max(1, *(field.groups for field in fields))
+
+
+def span_bytes(fields: Sequence[Field]) -> int:
+    """Bytes of a span's fields."""
+    span = span_groups(fields)
+    return sum(f.nbytes * (span // f.groups) for f in fields if f.groups)
+
+
 @dataclass(frozen=True)
 class Place:
     """A row in one group of a packed block, as code is emitted for it."""
@@ -65,13 +78,13 @@ class Place:
     def address(self, index: int) -> Value:
         """Of the row's first item of a field."""
         b, field = self.b, self.fields[index]
-        address = self.block
-        for before in self.fields[:index]:
-            entries = b.udiv(self.num_groups, I64(before.groups))
-            address = b.add(address, b.mul(entries, I64(before.nbytes)))
+        span = span_groups(self.fields)
+        spans = b.udiv(self.group if field.groups else self.num_groups, I64(span))
+        address = b.add(self.block, b.mul(spans, I64(span_bytes(self.fields))))
         if field.groups:
-            entry = b.udiv(self.group, I64(field.groups))
-            address = b.add(address, b.mul(entry, I64(field.nbytes)))
+            before = sum(f.nbytes * (span // f.groups) for f in self.fields[:index])
+            entry = b.udiv(b.urem(self.group, I64(span)), I64(field.groups))
+            address = b.add(address, b.add(I64(before), b.mul(entry, I64(field.nbytes))))
         return b.add(address, b.mul(self.row, I64(field.size)))
 
 
@@ -154,9 +167,9 @@ class PackedFormat:
 
     def block_bytes(self, columns: int) -> int:
         """Bytes of a packed block of 16 rows."""
-        groups = columns // GROUP
-        nbytes = sum(f.nbytes * (groups // f.groups if f.groups else 1) for f in self.fields)
-        return -(-nbytes // 64) * 64
+        spans = columns // GROUP // span_groups(self.fields)
+        rest = sum(field.nbytes for field in self.fields if not field.groups)
+        return -(-(spans * span_bytes(self.fields) + rest) // 64) * 64
 
 
 def _nibbles(view: View) -> list[Value]:

@@ -10,12 +10,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import numba
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from octavo.checkpoint.quants import FORMATS as FILE_FORMATS
+from octavo.kernels.late import intrinsic, numba, types
 from octavo.kernels.linear.cpu_formats import (
     FLOAT_BYTES,
     FORMATS,

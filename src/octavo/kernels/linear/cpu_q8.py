@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
 from octavo.checkpoint.quants import Bytes
 from octavo.kernels.jit import jit
+from octavo.kernels.late import intrinsic, types
 from octavo.kernels.linear.cpu_formats import GROUP
 from octavo.kernels.vector_ir import (
     F32,

@@ -136,7 +136,9 @@ def aligned_zeros(nbytes: int) -> Bytes:
     size = -(-nbytes // 64) * 64
     with _guard:
         if len(_piece) < size:
-            memory = mmap.mmap(-1, max(size, _PIECE_BYTES))
+            # Python's default is shared memory, which mostly has no pages of 2 MB.
+            private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            memory = mmap.mmap(-1, max(size, _PIECE_BYTES), flags=private)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 with suppress(OSError):  # a system without them
                     memory.madvise(mmap.MADV_HUGEPAGE)

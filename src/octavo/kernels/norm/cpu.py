@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import math
 
-import numba
 import numpy as np
 
-from octavo.kernels.jit import cache_works
+from octavo.kernels.jit import jit
+from octavo.kernels.late import numba
 from octavo.kernels.linear.cpu_q8 import quantize_row
 from octavo.kernels.program import fetch_add, float32s, int32s, int64s, op
 
 
-@numba.njit(nogil=True, error_model="numpy", cache=cache_works(), fastmath={"reassoc", "contract"})
+@jit(fastmath={"reassoc", "contract"})
 def _inverse_rms(values, eps):
     squares = np.float32(0)
     for i in range(len(values)):
@@ -21,7 +21,7 @@ def _inverse_rms(values, eps):
     return np.float32(1) / np.float32(math.sqrt(squares / np.float32(len(values)) + eps))
 
 
-@numba.njit(nogil=True, error_model="numpy", cache=cache_works(), fastmath={"reassoc", "contract"})
+@jit(fastmath={"reassoc", "contract"})
 def normed_row(a, row, out):
     """Add and norm row ``row``; ``out`` is where the result goes."""
     x = float32s(a.x + 4 * row * a.width, a.width)

@@ -15,12 +15,11 @@ from functools import cache
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, types
-from numba.extending import intrinsic, register_jitable
 
 from octavo.kernels.attention_plan.cpu import plan_at
 from octavo.kernels.jit import jit
 from octavo.kernels.kv_store.cpu import TILE, tile_bytes
+from octavo.kernels.late import carray, intrinsic, register_jitable, types
 from octavo.kernels.paged_prefill.cpu_products import (
     AMX,
     TILE_PAIR,

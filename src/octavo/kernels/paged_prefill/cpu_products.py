@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 
+from octavo.kernels.late import intrinsic, types
 from octavo.kernels.vector_ir import (
     I32,
     I64,

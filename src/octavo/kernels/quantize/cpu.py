@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import numba
-
+from octavo.kernels.late import numba
 from octavo.kernels.linear.cpu_q8 import quantize_group
 from octavo.kernels.program import fetch_add, int64s, op
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import carray
 from numpy.typing import NDArray
 
+from octavo.kernels.late import carray
 from octavo.kernels.program import Program, fetch_add, int64s, op
 from octavo.kernels.team import team
 

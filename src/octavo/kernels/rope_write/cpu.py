@@ -8,22 +8,36 @@ from __future__ import annotations
 
 import math
 
-import numba
 import numpy as np
-from numba import carray
 
 from octavo.kernels.attention_plan.cpu import plan_at
-from octavo.kernels.jit import cache_works, jit
+from octavo.kernels.jit import jit
 from octavo.kernels.kv_store.cpu import TILE, store_token, tile_of
-from octavo.kernels.program import fetch_add, float32s, int32s, op
+from octavo.kernels.late import carray
+from octavo.kernels.program import fetch_add, float32s, int32s, int64s, op
 
 
-@numba.njit(nogil=True, error_model="numpy", cache=cache_works(), fastmath={"reassoc", "contract"})
+@jit(fastmath={"reassoc", "contract"})
 def mean_square(values):
     total = np.float32(0)
     for value in values:
         total += value * value
     return total / np.float32(len(values))
+
+
+@jit
+def spread(head, size):
+    """The orthonormal Walsh-Hadamard transform of every ``size`` elements, a power of two."""
+    step = 1
+    while step < size:
+        for first in range(0, len(head), 2 * step):
+            for i in range(first, first + step):
+                low, high = head[i], head[i + step]
+                head[i], head[i + step] = low + high, low - high
+        step *= 2
+    scale = np.float32(1 / math.sqrt(size))
+    for i in range(len(head)):
+        head[i] *= scale
 
 
 @jit
@@ -43,6 +57,8 @@ def turn(source, target, head, cos, sin, a):
         low, high = y[i], y[i + half]
         y[i] = low * cos[i] - high * sin[i]
         y[i + half] = high * cos[i] + low * sin[i]
+    if a.spread > 0:
+        spread(y, a.spread)
 
 
 @op(
@@ -60,14 +76,20 @@ def turn(source, target, head, cos, sin, a):
     rotary_dim="i8",
     block_size="i8",
     kv_bytes="i8",
+    spread="i8",
+    spread_values="i8",
     eps="f4",
 )
 def rope_write(thread, num_threads, counter, args):
     """Norm and rotate the queries of ``qkv`` [T, (H + 2 Hkv) * D] into ``q`` [T, H, D], and the
     keys in place; store keys and values in the slots of the plan (negative: nowhere).
 
-    ``cos`` and ``sin`` [T, rotary_dim / 2]; ``qk_norm`` [H + Hkv, D] or 0. All float32. An item is
-    some KV heads of some tokens, with their queries.
+    ``cos`` and ``sin`` [T, rotary_dim / 2]; ``qk_norm`` [H + Hkv, D] or 0. All float32.
+    ``spread``: of so many elements of queries and keys each the Walsh-Hadamard transform is taken,
+    0 for none. It leaves their products as they are and gives every element its share of a large
+    one, so that rounding keys costs less (QuaRot, arXiv:2404.00456). ``spread_values``: the same
+    for values, which :data:`spread_heads` undoes in what attention makes of them. An item is some
+    KV heads of some tokens, with their queries.
     """
     a = carray(args, 1)[0]
     plan = plan_at(a.plan)
@@ -91,6 +113,8 @@ def rope_write(thread, num_threads, counter, args):
             key_head = a.num_heads + kv_head
             key = row + key_head * width
             turn(key, key, key_head, cos, sin, a)
+            if a.spread_values > 0:
+                spread(float32s(key + a.num_kv_heads * width, a.head_dim), a.spread_values)
             slot = np.int64(slots[token])
             if slot >= 0:
                 tile = tile_of(slot, a.num_kv_heads, a.block_size)
@@ -106,3 +130,18 @@ def rope_write(thread, num_threads, counter, args):
                     slot % TILE,
                     a.kv_bytes,
                 )
+
+
+@op(count="i8", x="i8", num_heads="i8", head_dim="i8", size="i8")
+def spread_heads(thread, num_threads, counter, args):
+    """The Walsh-Hadamard transform, in place, of every ``size`` elements of the heads of ``x``
+    [T, H, D] float32; ``count`` is the address of T. It is its own inverse. An item is a head."""
+    a = carray(args, 1)[0]
+    heads = int64s(a.count, 1)[0] * a.num_heads
+    share = max(1, heads // (8 * num_threads))
+    while True:
+        first = fetch_add(counter, 1) * share
+        if first >= heads:
+            return
+        for head in range(first, min(first + share, heads)):
+            spread(float32s(a.x + 4 * head * a.head_dim, a.head_dim), a.size)

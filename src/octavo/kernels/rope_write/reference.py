@@ -43,3 +43,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x[..., :half].float(), x[..., half : 2 * half].float()
     turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
     return torch.cat((turned, x[..., 2 * half :]), -1)
+
+
+def spread(x: Tensor, size: int) -> Tensor:
+    """The orthonormal Walsh-Hadamard transform of every ``size`` elements, a power of two, of the
+    last dimension of ``x``; 0: none."""
+    if size == 0:
+        return x
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < size:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    groups = x.double().view(*x.shape[:-1], x.shape[-1] // size, size)
+    result: Tensor = (groups @ matrix / size**0.5).view(x.shape).to(x.dtype)
+    return result

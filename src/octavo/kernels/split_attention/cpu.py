@@ -22,12 +22,11 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import carray, types
-from numba.extending import intrinsic
 
 from octavo.kernels.attention_plan.cpu import plan_at
 from octavo.kernels.jit import jit
 from octavo.kernels.kv_store.cpu import TILE, tile_bytes
+from octavo.kernels.late import carray, intrinsic, types
 from octavo.kernels.program import Op, fetch_add, float32s, int32s, int64s, op, uint32s
 from octavo.kernels.vector_ir import (
     I32,
