@@ -129,4 +129,4 @@ def test_not_in_a_window(tmp_path: Path) -> None:
     runtime = llm._engine._runtime
     assert isinstance(runtime, cpu.CpuRuntime)
     runtime._step_seconds = 1e-6
-    assert runtime.steps_ahead(1, 17) == 1
+    assert runtime.steps_ahead(17) == 1

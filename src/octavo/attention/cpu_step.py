@@ -205,7 +205,7 @@ def rope_write_call(
         block_size=spec.block_size,
         kv_bytes=KV_BYTES[spec.kv_dtype],
         spread=_spread(spec, qk_norm is not None),
-        spread_values=_spread(spec) if spec.kv_dtype == "int8" else 0,
+        spread_values=_spread(spec),
         eps=norm_eps,
     )
 
@@ -215,17 +215,15 @@ def restore_calls(
 ) -> list[Call]:
     """What is left to do to attention's ``out`` [T, H, D], T at ``count``, where
     :func:`rope_write_call` has spread the values."""
-    if spec.kv_dtype != "int8":
-        return []
-    heads, width = spec.num_heads, spec.head_dim
-    return [
-        spread_heads.bind(count=count, x=out, num_heads=heads, head_dim=width, size=_spread(spec))
-    ]
+    heads, width, size = spec.num_heads, spec.head_dim, _spread(spec)
+    call = spread_heads.bind(count=count, x=out, num_heads=heads, head_dim=width, size=size)
+    return [call] if size > 0 else []
 
 
 def _spread(spec: AttentionSpec, has_norm: bool = False) -> int:
-    """Over how many elements of a head large ones are spread before they are rounded. Where the
-    model norms keys, the norm's weights may be large for a few (in Gemma 3 ten times the rest)."""
+    """Over how many elements of a head large ones are spread before they are rounded, 0: not at
+    all. For int8 always, for bfloat16 where the numbers are normed: the norm's weights may be large
+    for a few (in Gemma 3 ten times the rest)."""
     rounds = spec.kv_dtype == "int8" or (spec.kv_dtype == "bfloat16" and has_norm)
     return spec.head_dim & -spec.head_dim if rounds else 0  # the largest power of two in it
 

@@ -101,10 +101,6 @@ class DecodeRun:
         )
 
     @property
-    def num_rows(self) -> int:
-        return len(self._requests)
-
-    @property
     def next_seq_len(self) -> int:
         """Tokens of the longest row in the next step."""
         return int(self._positions.max()) + 2

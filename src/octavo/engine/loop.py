@@ -251,15 +251,16 @@ class Engine:
         then be aborted, or computed again by further steps."""
         try:
             self._queue_compiled()
-            if not self._run_ahead():
-                self._step()
+            if not self._run_several():
+                self._run_one()
         except BaseException:
             self._lose_steps()
             raise
         updates, self._updates = self._updates, []
         return updates
 
-    def _step(self) -> None:
+    def _run_one(self) -> None:
+        """Launch a step, and deliver it or, overlapped, the one before."""
         launched = self._launch_of_run() or self._launch_forward()
         self._deliver()
         if launched is not None:
@@ -269,15 +270,18 @@ class Engine:
             if not self.limits.async_scheduling:
                 self._deliver()
 
-    def _run_ahead(self) -> bool:
-        """Several steps of the run in one call, where the runtime offers that and nothing can come
-        between them; ids behind one that ends a request are dropped on delivery."""
+    def _run_several(self) -> bool:
+        """Carry out and deliver several steps of the run in one call, where the runtime offers that
+        and nothing can come between them; ids behind one that ends a request are dropped on
+        delivery. False where nothing was done."""
         run, runtime = self._run, self._ahead
         if run is None or runtime is None or self._in_flight is not None or not run.is_greedy:
             return False
-        count = min(run.steps_left, runtime.steps_ahead(run.num_rows, run.next_seq_len))
+        count = min(run.steps_left, runtime.steps_ahead(run.next_seq_len))
+        if count < 2:
+            return False
         steps: list[RunStep] = []
-        while len(steps) < count and count > 1:
+        while len(steps) < count:
             step = run.next(on_device=bool(steps))
             if step is None:
                 self._run = None

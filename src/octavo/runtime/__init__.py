@@ -55,9 +55,9 @@ class DecodesAhead(Protocol):
     """What a runtime may have besides: several decode steps in one call, so that what the host does
     between two is done once. The ids are those of single steps."""
 
-    def steps_ahead(self, num_rows: int, seq_len: int) -> int:
+    def steps_ahead(self, seq_len: int) -> int:
         """How many steps it would now take at once, if the longest of the rows has ``seq_len``
-        tokens in the first of them; 1: no more than one."""
+        tokens in the first of them; below 2: no more than one."""
 
     def decode_ahead(self, batches: Sequence[StepBatch]) -> list[SampleOutput]:
         """Carry out steps of the same single-token rows, which all take their likeliest id; the

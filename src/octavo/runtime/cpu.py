@@ -153,7 +153,7 @@ class CpuRuntime:
 
     # ---- several steps at once: see octavo.runtime.DecodesAhead
 
-    def steps_ahead(self, num_rows: int, seq_len: int) -> int:
+    def steps_ahead(self, seq_len: int) -> int:
         if not self._can_follow:
             return 1
         planned = REPLAN - (seq_len - 1) % REPLAN  # steps for which one plan serves
