@@ -39,13 +39,13 @@ def rounded(spec: AttentionSpec, rows: Rows) -> Rows:
     return replace(rows, q=cast(rows.q), keys=keys, values=values)
 
 
-def decode(spec: AttentionSpec, rows: Rows, shares: int, sinks=None, garbage: int = -1):
+def decode(spec: AttentionSpec, rows: Rows, enough: int, sinks=None, garbage: int = -1):
     """Over a pool that is NaN wherever no key lies, with poisoned scratch and outputs, twice: what
     the first launch leaves in the scratch must not disturb the second."""
     pool = fill_pool(
         spec, TritonCandidate().kv_layout(spec, num_blocks(rows)), TritonBackend(spec, 1), rows
     )
-    scratch = make_scratch(spec, len(rows.keys), 1, shares)
+    scratch = make_scratch(spec, len(rows.keys), 1, enough)
     table = np.where(rows.batch.block_table < 0, garbage, rows.batch.block_table).astype(np.int32)
     q = torch.from_numpy(rows.q).to(getattr(torch, spec.dtype))
     answers = []
@@ -64,7 +64,7 @@ def decode(spec: AttentionSpec, rows: Rows, shares: int, sinks=None, garbage: in
             out,
             lse,
             scratch=scratch,
-            shares=shares,
+            enough=enough,
         )
         assert not scratch.counters.any()
         answers.append((out.double().numpy(), lse.double().numpy()))
@@ -73,18 +73,18 @@ def decode(spec: AttentionSpec, rows: Rows, shares: int, sinks=None, garbage: in
     return answers[0]
 
 
-def assert_right(spec: AttentionSpec, lens: list[int], shares: int, sinks=None, **how) -> None:
+def assert_right(spec: AttentionSpec, lens: list[int], enough: int, sinks=None, **how) -> None:
     assert fits(spec)
     rows = rounded(spec, make_rows(spec, lens))
-    out, lse = decode(spec, rows, shares, sinks, **how)
+    out, lse = decode(spec, rows, enough, sinks, **how)
     want, want_lse = oracle(spec, rows, sinks)
     np.testing.assert_allclose(out, want, atol=TOLERANCE[spec.dtype])
     np.testing.assert_allclose(lse, want_lse, atol=2e-5)
 
 
-@pytest.mark.parametrize("shares", [1, 3, 8, 40, 300])
-def test_any_number_of_shares_gives_the_dense_answer(shares):
-    assert_right(spec_for(), [5, 400, 1, 63, 64, 65, 0, 130], shares)
+@pytest.mark.parametrize("enough", [1, 3, 8, 40, 300])
+def test_any_number_of_pieces_gives_the_dense_answer(enough):
+    assert_right(spec_for(), [5, 400, 1, 63, 64, 65, 0, 130], enough)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -126,12 +126,12 @@ def test_an_empty_row_is_exactly_zero():
 
 @given(
     lens=st.lists(st.integers(0, 700), min_size=1, max_size=6),
-    shares=st.integers(1, 60),
+    enough=st.integers(1, 60),
     window=st.none() | st.integers(1, 300),
 )
 @settings(max_examples=15, deadline=None)
-def test_random_batches(lens, shares, window):
-    assert_right(spec_for(num_heads=1, num_kv_heads=1, window=window), lens, shares)
+def test_random_batches(lens, enough, window):
+    assert_right(spec_for(num_heads=1, num_kv_heads=1, window=window), lens, enough)
 
 
 def test_a_full_batch_goes_this_way(monkeypatch):

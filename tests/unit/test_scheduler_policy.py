@@ -69,7 +69,7 @@ def test_decodes_come_first_then_chunks_within_the_budget() -> None:
     steps.add("c", 5)
     assert steps.step() == {"a": 1, "b": 15}
     assert steps.step() == {"a": 1, "b": 2, "c": 5}
-    assert list(steps.step().items()) == [("a", 1), ("b", 1), ("c", 1)]
+    assert list(steps.step().items()) == [("b", 1), ("a", 1), ("c", 1)]  # the longest first
 
 
 def test_a_chunk_of_one_token_counts_as_a_single_token_row() -> None:

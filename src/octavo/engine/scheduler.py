@@ -96,8 +96,9 @@ class Scheduler:
         )
 
     def schedule(self) -> list[ScheduledRow]:
-        """Plan one step and count its tokens as computed. Rows that decode come first; no rows
-        where nothing can run before the steps in flight are done."""
+        """Plan one step and count its tokens as computed. Rows that decode come first, of these the
+        longest: a GPU deals them out in order, and had better end with short ones. No rows where
+        nothing can run before the steps in flight are done."""
         budget = self._max_num_batched_tokens
         counts: dict[Request, int] = {}
         for request in self.running:
@@ -129,7 +130,7 @@ class Scheduler:
             self._kv.extend(request.blocks, request.num_computed_tokens + counts[request])
             budget -= counts[request]
         rows = [self._advance(request, count) for request, count in counts.items()]
-        return sorted(rows, key=lambda row: not row.decodes)
+        return sorted(rows, key=lambda row: (not row.decodes, -row.stop if row.decodes else 0))
 
     def requeue_running(self) -> None:
         """Make all running requests wait and compute them again: their step in flight is lost."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -182,6 +183,10 @@ def warm_up(runtime: CudaRuntime, model: Model, num_blocks: int) -> None:
     while rows <= config.max_num_seqs and 2 * rows <= config.max_num_batched_tokens:
         run([2] * rows, 2)  # first what takes longest to compile
         rows *= 2
+    rows = 1
+    while rows < config.max_num_seqs and rows + 2 <= config.max_num_batched_tokens:
+        run([1] * rows + [2], 2)  # what decodes beside a prompt
+        rows *= 2
     for rows, length in runtime.kinds_of_decode(longest):
         run([1] * rows, length)
     run([1], 1, top_k=20, top_p=0.9)
@@ -232,8 +237,8 @@ def _made_up(
     num_blocks: int,
     groups: Sequence[KVGroup],
 ) -> StepBatch:
-    """A step of the newest ``counts`` tokens of rows of these lengths: single ones or none. All
-    rows share the first blocks, so what they compute is nothing."""
+    """A step of the newest ``counts`` tokens of rows of these lengths; those of a single token in
+    front decode. All rows share the first blocks, so what they compute is nothing."""
     positions = np.concatenate(
         [np.arange(n - count, n, dtype=np.int32) for count, n in zip(counts, lengths, strict=True)]
     )
@@ -247,7 +252,7 @@ def _made_up(
         positions=positions,
         query_start_loc=starts,
         seq_lens=np.asarray(lengths, np.int32),
-        num_decodes=len(counts) if max(counts) == 1 else 0,
+        num_decodes=sum(1 for _ in takewhile(lambda count: count == 1, counts)),
         slot_mapping=(slots.astype(np.int32),) * len(groups),
         block_table=(np.tile(table, (len(counts), 1)),) * len(groups),
         logits_indices=starts[1:] - np.int32(1),

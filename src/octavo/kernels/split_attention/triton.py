@@ -29,8 +29,8 @@ from octavo.kernels.triton_launch import (
 WHOLE_LINE = 1 << 30  # unit of ``off``: no line is longer
 MAX_SHARES = 1 << 15  # the kernel finds its share in 32 bits
 MERGE_BLOCKS = 1 << 10  # more of them cost more than they gain
-FULL_BATCH = 512  # lines from which on blocks of one warp are faster
-WARP_SHARES = 6  # of them for each slot of the other kernel: twice what fits at once
+FULL_BATCH = 256  # lines from which on blocks of one warp are faster
+ENOUGH_WARPS = 2  # of them for each slot of the other kernel keep the memory busy
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ def make_scratch(
         line_places = groups * tuning.fold
         places = lines * line_places
     else:
-        shares = max(lines, WARP_SHARES * num_slots)
-        places = 2 * shares if spec.split_mode == "auto" else 1
+        most = 2 * (lines + num_slots)  # of either kernel
+        places = most if spec.split_mode == "auto" else 1
     shape = (places, spec.num_heads // spec.num_kv_heads)
     out, m, l = (
         torch.empty(*shape, *rest, dtype=torch.float32, device=spec.device)
@@ -192,7 +192,6 @@ def split_decode(
     if num_rows == 0:
         return out, lse
     if tuning is None and num_rows * spec.num_kv_heads >= FULL_BATCH and fits(spec):
-        shares = num_shares(spec, num_rows, WARP_SHARES * num_slots)
         warps_decode(
             spec,
             q,
@@ -204,7 +203,7 @@ def split_decode(
             out,
             lse,
             scratch=scratch,
-            shares=shares,
+            enough=ENOUGH_WARPS * num_slots,
         )
         return out, lse
     tuning = tuning or default_tuning(spec)

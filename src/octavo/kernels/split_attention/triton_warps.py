@@ -1,13 +1,14 @@
-"""Split-KV decode attention by blocks of one warp, device side: for full batches.
+"""Split-KV decode attention by blocks of one warp, for full batches.
 
 In a full batch it isn't the reading that is slow but what stands between two lines: to find the
 next one, its block table and its first keys are three loads that wait for one another. A block of
 four warps reads nothing meanwhile, and there are two of them to a multiprocessor; of blocks of one
-warp there are six, and no barrier between warps stands in their loop. The hardware deals out twice
-as many shares as it holds, so that none waits long for one that is slower.
+warp there are six, and no barrier between warps stands in their loop.
 
-``triton_lines.py`` says who reads what, as in ``auto`` mode. Whoever leaves a line's last partial
-merges them: in a full batch lines are cut into two or three segments, if at all.
+The history of every (row, KV head), a *line*, is read by one block; one that is longer than its
+part of the memory's work by as many blocks as it takes, in *pieces* of equal length. Whoever leaves
+a line's last partial merges them. The hardware deals the pieces out in the order of the rows, so
+the time is best where long rows come first.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, misc"
 
@@ -22,26 +23,20 @@ from triton.language.extra.cuda import gdc_wait
 
 from octavo.attention.spec import AttentionSpec
 from octavo.kernels.gluon import async_copy, constexpr_function, gl, jit, mma_v2
-from octavo.kernels.split_attention import triton_lines as of_lines
-from octavo.kernels.split_attention import triton_partials as of_partials
-from octavo.kernels.split_attention.triton_kernels import cap_scores as triton_cap_scores
+from octavo.kernels.split_attention import triton_kernels, triton_lines, triton_partials
 from octavo.kernels.triton_launch import attention_constants, dependent_launches, in_base_2
 
 if TYPE_CHECKING:
     from octavo.kernels.split_attention.triton import Scratch
 
-line_of = jit(of_lines.line_of.fn)
-start_of_share = jit(of_lines.start_of_share.fn)
-share_of = jit(of_lines.share_of.fn)
-finish = jit(of_partials.finish.fn)
-leave = jit(of_partials.leave.fn)
-cap_scores = jit(triton_cap_scores.fn)
+line_of = jit(triton_lines.line_of.fn)
+finish = jit(triton_partials.finish.fn)
+leave = jit(triton_partials.leave.fn)
+cap_scores = jit(triton_kernels.cap_scores.fn)
 
 PAGE = tl.constexpr(16)  # keys that surely lie side by side: the block size is a multiple
-STAGES = tl.constexpr(2)
 G = tl.constexpr(16)  # rows of a matrix product, of which a KV head's query heads are the first
 TILE_BYTES = 8192  # of keys, and as many of values
-SMALLEST_CUT = tl.constexpr(4)  # no line is cut that is at most so small a part of a share
 
 
 def fits(spec: AttentionSpec) -> bool:
@@ -69,14 +64,15 @@ def warps_decode(
     lse: Tensor,
     *,
     scratch: Scratch,
-    shares: int,
+    enough: int,
 ) -> None:
-    """``split_decode`` (see there) by so many blocks of one warp, for a spec that fits."""
+    """``split_decode`` (see there) for a spec that fits. ``enough`` blocks keep the memory busy: by
+    that number all lines together are the usual length of a piece."""
     dependent = dependent_launches()
     constants = attention_constants(spec, q, k_cache, v_cache, len(q))
     wanted = ("K_STRIDES", "V_STRIDES", "NUM_KV_HEADS", "GROUP", "HEAD_DIM", "BLOCK_SIZE")
     wanted += ("WINDOW", "SOFT_CAP", "SINKS", "BLOCK_ROWS")
-    warps_kernel[(shares,)](
+    warps_kernel[(len(q) * spec.num_kv_heads + enough,)](
         q,
         k_cache,
         v_cache,
@@ -90,6 +86,7 @@ def warps_decode(
         scratch.l,
         scratch.counters,
         *in_base_2(spec),
+        enough,
         len(q),
         *q.stride()[:2],
         block_table.stride(0),
@@ -102,7 +99,7 @@ def warps_decode(
     )
 
 
-@jit(do_not_specialize=["num_rows", "stride_table"])
+@jit(do_not_specialize=["enough", "num_rows", "stride_table"])
 def warps_kernel(
     q,
     k_cache,
@@ -118,6 +115,7 @@ def warps_kernel(
     counters,
     scale,  # times log2(e)
     soft_cap,  # times log2(e)
+    enough,
     num_rows,
     stride_qr,
     stride_qh,
@@ -137,7 +135,7 @@ def warps_kernel(
     PAGES: tl.constexpr,  # of a tile
     BLOCK_ROWS: tl.constexpr,
 ):
-    """Grid: (shares,), of a warp each. A unit is a tile of ``PAGES`` pages."""
+    """Grid: (lines + ``enough``,), more than there are pieces. A unit is a tile of pages."""
     KEYS: tl.constexpr = PAGES * PAGE
     MMA: tl.constexpr = score_layout()
     QUERY: tl.constexpr = gl.DotOperandLayout(0, MMA, 2)
@@ -147,169 +145,189 @@ def warps_kernel(
     lens = gl.load(seq_lens + row_ids, mask=row_ids < num_rows, other=0)
     _, _, units = line_of(lens, KEYS, WINDOW)
     units = gl.where(row_ids < num_rows, units, 0)
-    row_ends = gl.associative_scan(units, 0, _add) * NUM_KV_HEADS
-    total = gl.sum(units, 0) * NUM_KV_HEADS
-    share = gl.program_id(0)
-    shares = gl.minimum(gl.num_programs(0), total)
-    unit = gl.minimum(start_of_share(share, total, shares), total)
-    share_end = gl.minimum(start_of_share(share + 1, total, shares), total)
-    longest_uncut = total // (gl.num_programs(0) * SMALLEST_CUT)
+    usual = (gl.sum(units, 0) * NUM_KV_HEADS + enough - 1) // enough
+    row_ends = gl.associative_scan(_pieces(units, usual), 0, _add) * NUM_KV_HEADS
+    piece = gl.program_id(0)
+    row = gl.sum((row_ends <= piece).to(tl.int32), 0)
+    if row >= num_rows:
+        return  # others wait, so that this kernel doesn't end before the one it follows
+    row_start = gl.max(gl.where(row_ends <= piece, row_ends, 0), 0)
+    seq_len = gl.load(seq_lens + row)
+    visible_from, first_unit, line_units = line_of(seq_len, KEYS, WINDOW)
+    count = _pieces(line_units, usual)
+    head = (piece - row_start) // count
+    first_piece = row_start + head * count
+    begin = (piece - first_piece) * line_units // count
+    end = (piece - first_piece + 1) * line_units // count
 
-    g = gl.arange(0, G, layout=gl.SliceLayout(1, MMA))
-    d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, MMA))
-    key_of_tile = gl.arange(0, KEYS, layout=gl.SliceLayout(0, MMA))
+    # From here on in keys: the piece is [start, stop).
+    start = gl.maximum(visible_from, (first_unit + begin) * KEYS)
+    stop = gl.minimum(seq_len, (first_unit + end) * KEYS)
+    first = (first_unit + begin) * KEYS
+    row64 = row.to(gl.int64)
+    table = block_table + row64 * stride_table
+    k_head = k_cache + head.to(gl.int64) * K_STRIDES[2]
+    v_head = v_cache + head.to(gl.int64) * V_STRIDES[2]
+    TILE: tl.constexpr = tile_memory(HEAD_DIM)
+    k_tiles = gl.allocate_shared_memory(k_cache.dtype.element_ty, [2, KEYS, HEAD_DIM], TILE)
+    v_tiles = gl.allocate_shared_memory(v_cache.dtype.element_ty, [2, KEYS, HEAD_DIM], TILE)
+    blocks = _blocks(table, first, start, stop, BLOCK_SIZE, PAGES)
     query_g = gl.arange(0, G, layout=gl.SliceLayout(1, COPY))
     query_d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, COPY))
-    TILE: tl.constexpr = tile_memory(HEAD_DIM)
-    k_tiles = gl.allocate_shared_memory(k_cache.dtype.element_ty, [STAGES, KEYS, HEAD_DIM], TILE)
-    v_tiles = gl.allocate_shared_memory(v_cache.dtype.element_ty, [STAGES, KEYS, HEAD_DIM], TILE)
-    # The last buffer is still free when a line begins.
-    query_tile = k_tiles.index(STAGES - 1).slice(0, G)
-    while unit < share_end:
-        row = gl.sum((row_ends <= unit).to(tl.int32), 0)
-        row_start = gl.max(gl.where(row_ends <= unit, row_ends, 0), 0)
-        seq_len = gl.load(seq_lens + row)
-        visible_from, first_unit, line_units = line_of(seq_len, KEYS, WINDOW)
-        head = (unit - row_start) // line_units
-        line_start = row_start + head * line_units
-        begin = unit - line_start
-        end = gl.minimum(line_units, share_end - line_start)
-        uncut = line_units <= longest_uncut
-        end = gl.where(uncut, line_units, end)
-        unit = line_start + end
-        finished_here = (begin == 0) & (end == line_units)
-        end = gl.where(uncut & (begin > 0), begin, end)  # read before
-
-        # From here on in keys: the segment is [start, stop).
-        start = gl.maximum(visible_from, (first_unit + begin) * KEYS)
-        stop = gl.minimum(seq_len, (first_unit + end) * KEYS)
-        row64 = row.to(gl.int64)
-        table = block_table + row64 * stride_table
-        k_head = k_cache + head.to(gl.int64) * K_STRIDES[2]
-        v_head = v_cache + head.to(gl.int64) * V_STRIDES[2]
-        first = (first_unit + begin) * KEYS
-        blocks = _blocks(table, first, start, stop, BLOCK_SIZE, PAGES)
-        if DEPENDENT:
-            gdc_wait()  # for queries, keys and values; there is no waiting after the first time
-        query = gl.load(
-            q
-            + row64 * stride_qr
-            + (head * GROUP + query_g)[:, None] * stride_qh
-            + query_d[None, :],
-            mask=(query_g < GROUP)[:, None],
-            other=0.0,
-        )
-        for i in gl.static_range(STAGES - 1):
-            ahead = first + i * KEYS
-            if ahead < stop:
-                for page in gl.static_range(PAGES):
-                    _copy_page(
-                        k_tiles.index(i).slice(page * PAGE, PAGE),
-                        v_tiles.index(i).slice(page * PAGE, PAGE),
-                        k_head,
-                        v_head,
-                        blocks[page],
-                        ahead + page * PAGE,
-                        start,
-                        stop,
-                        K_STRIDES,
-                        V_STRIDES,
-                        BLOCK_SIZE,
-                        HEAD_DIM,
-                    )
-                blocks = _blocks(table, ahead + KEYS, start, stop, BLOCK_SIZE, PAGES)
-            async_copy.commit_group()
-        query_tile.store(query)
-        gl.thread_barrier()
-        query = query_tile.load(QUERY)
-        m = gl.full([G], float("-inf"), gl.float32, layout=gl.SliceLayout(1, MMA))
-        # The sum of the weights, still apart for each place in a tile.
-        sums = gl.zeros([G, KEYS], gl.float32, layout=MMA)
-        acc = gl.zeros([G, HEAD_DIM], gl.float32, layout=MMA)
-        stage = 0
-        free = STAGES - 1
-        for position in range(first, stop, KEYS):
-            async_copy.wait_group(STAGES - 2)
-            gl.thread_barrier()
-            ahead = position + (STAGES - 1) * KEYS
-            if ahead < stop:
-                for page in gl.static_range(PAGES):
-                    _copy_page(
-                        k_tiles.index(free).slice(page * PAGE, PAGE),
-                        v_tiles.index(free).slice(page * PAGE, PAGE),
-                        k_head,
-                        v_head,
-                        blocks[page],
-                        ahead + page * PAGE,
-                        start,
-                        stop,
-                        K_STRIDES,
-                        V_STRIDES,
-                        BLOCK_SIZE,
-                        HEAD_DIM,
-                    )
-                blocks = _blocks(table, ahead + KEYS, start, stop, BLOCK_SIZE, PAGES)
-            async_copy.commit_group()
-            free = stage
-            k = k_tiles.index(stage).permute((1, 0)).load(KEY)
-            scores = mma_v2(query, k, gl.zeros([G, KEYS], gl.float32, layout=MMA))
-            # The scale is applied where the maximum is taken off, in one instruction.
-            factor = scale
-            if SOFT_CAP:
-                scores = cap_scores(scores * scale, soft_cap)
-                factor = 1.0
-            keys = position + key_of_tile
-            valid = keys < stop
-            if WINDOW:
-                valid &= keys >= start
-            scores = gl.where(valid[None, :], scores, float("-inf"))
-            new_m = gl.maximum(m, gl.max(scores, 1) * factor)
-            discount = gl.exp2(m - new_m)
-            weights = gl.exp2(scores * factor - new_m[:, None])
-            sums = sums * discount[:, None] + weights
-            m = new_m
-            v = v_tiles.index(stage).load(KEY)
-            weights = gl.convert_layout(weights.to(v.dtype), QUERY)
-            acc = mma_v2(weights, v, acc * discount[:, None])
-            stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
-        gl.thread_barrier()  # the last tile is read before the next line's queries overwrite it
-
-        l = gl.sum(sums, 1)
-        outs = out + row64 * stride_or
-        lses = lse + row64 * (NUM_KV_HEADS * GROUP)
-        first_head = head * GROUP
-        if finished_here:
-            heads = first_head + g
-            places = outs + heads * stride_oh
-            finish(acc, m, l, sinks, heads, places, lses + heads, g < GROUP, d, HEAD_DIM, SINKS)
-        elif begin < end:
-            # A share's second place is for the line that it ends in, its first for the line that
-            # it begins in.
-            place = 2 * share + (begin == 0).to(tl.int32)
-            parts = (part_out, part_m, part_l)
-            leave(parts, place * GROUP + g, (m, l, acc), g < GROUP, d, HEAD_DIM)
-            gl.thread_barrier()  # all threads have stored before one of them tells
-            first_share = share_of(line_start, total, shares)
-            count = share_of(line_start + line_units - 1, total, shares) - first_share + 1
-            counter = counters + row * NUM_KV_HEADS + head
-            if gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == count - 1:
-                gl.thread_barrier()
-                _merge_line(
-                    parts,
-                    first_share,
-                    count,
-                    sinks,
-                    first_head,
-                    outs,
-                    stride_oh,
-                    lses,
-                    GROUP,
-                    HEAD_DIM,
-                    SINKS,
-                )
-                gl.store(counter, 0)
+    queries = q + row64 * stride_qr + (head * GROUP + query_g)[:, None] * stride_qh
     if DEPENDENT:
-        gdc_wait()  # in every block, or this kernel could end before the one it follows
+        gdc_wait()  # for queries, keys and values
+    query = gl.load(queries + query_d[None, :], mask=(query_g < GROUP)[:, None], other=0.0)
+    if start < stop:
+        _ask_for_tile(
+            k_tiles.index(0),
+            v_tiles.index(0),
+            k_head,
+            v_head,
+            blocks,
+            first,
+            start,
+            stop,
+            K_STRIDES,
+            V_STRIDES,
+            BLOCK_SIZE,
+            PAGES,
+            HEAD_DIM,
+        )
+    # A tile ahead, as no copy can begin without them.
+    blocks = _blocks(table, first + KEYS, start, stop, BLOCK_SIZE, PAGES)
+    query_tile = k_tiles.index(1).slice(0, G)  # that buffer is still free
+    query_tile.store(query)
+    gl.thread_barrier()
+    query = query_tile.load(QUERY)
+
+    key_of_tile = gl.arange(0, KEYS, layout=gl.SliceLayout(0, MMA))
+    m = gl.full([G], float("-inf"), gl.float32, layout=gl.SliceLayout(1, MMA))
+    # The sum of the weights, still apart for each place in a tile.
+    sums = gl.zeros([G, KEYS], gl.float32, layout=MMA)
+    acc = gl.zeros([G, HEAD_DIM], gl.float32, layout=MMA)
+    here = 0
+    for position in range(first, stop, KEYS):
+        async_copy.wait_group(0)
+        gl.thread_barrier()
+        ahead = position + KEYS
+        if ahead < stop:
+            _ask_for_tile(
+                k_tiles.index(1 - here),
+                v_tiles.index(1 - here),
+                k_head,
+                v_head,
+                blocks,
+                ahead,
+                start,
+                stop,
+                K_STRIDES,
+                V_STRIDES,
+                BLOCK_SIZE,
+                PAGES,
+                HEAD_DIM,
+            )
+            blocks = _blocks(table, ahead + KEYS, start, stop, BLOCK_SIZE, PAGES)
+        k = k_tiles.index(here).permute((1, 0)).load(KEY)
+        scores = mma_v2(query, k, gl.zeros([G, KEYS], gl.float32, layout=MMA))
+        # The scale is applied where the maximum is taken off, in one instruction.
+        factor = scale
+        if SOFT_CAP:
+            scores = cap_scores(scores * scale, soft_cap)
+            factor = 1.0
+        keys = position + key_of_tile
+        valid = keys < stop
+        if WINDOW:
+            valid &= keys >= start
+        scores = gl.where(valid[None, :], scores, float("-inf"))
+        new_m = gl.maximum(m, gl.max(scores, 1) * factor)
+        discount = gl.exp2(m - new_m)
+        weights = gl.exp2(scores * factor - new_m[:, None])
+        sums = sums * discount[:, None] + weights
+        m = new_m
+        v = v_tiles.index(here).load(KEY)
+        weights = gl.convert_layout(weights.to(v.dtype), QUERY)
+        acc = mma_v2(weights, v, acc * discount[:, None])
+        here = 1 - here
+
+    l = gl.sum(sums, 1)
+    g = gl.arange(0, G, layout=gl.SliceLayout(1, MMA))
+    d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, MMA))
+    outs = out + row64 * stride_or
+    lses = lse + row64 * (NUM_KV_HEADS * GROUP)
+    first_head = head * GROUP
+    if count == 1:
+        heads = first_head + g
+        places = outs + heads * stride_oh
+        finish(acc, m, l, sinks, heads, places, lses + heads, g < GROUP, d, HEAD_DIM, SINKS)
+    else:
+        parts = (part_out, part_m, part_l)
+        leave(parts, piece * GROUP + g, (m, l, acc), g < GROUP, d, HEAD_DIM)
+        gl.thread_barrier()  # all threads have stored before one of them tells
+        counter = counters + row * NUM_KV_HEADS + head
+        if gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == count - 1:
+            gl.thread_barrier()
+            _merge_line(
+                parts,
+                first_piece,
+                count,
+                sinks,
+                first_head,
+                outs,
+                stride_oh,
+                lses,
+                GROUP,
+                HEAD_DIM,
+                SINKS,
+            )
+            gl.store(counter, 0)
+
+
+@jit
+def _pieces(line_units, usual):
+    """Of a line: so many that they come nearest to the usual length, none for no units."""
+    return gl.maximum((line_units + usual // 2) // usual, gl.minimum(line_units, 1))
+
+
+@jit
+def _ask_for_tile(
+    k_tile,
+    v_tile,
+    k_head,
+    v_head,
+    blocks,
+    first,
+    start,
+    stop,
+    K_STRIDES: tl.constexpr,
+    V_STRIDES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PAGES: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Ask for the keys and values of the tile at key ``first``; those outside [start, stop) are
+    zero."""
+    key = gl.arange(0, PAGE, layout=gl.SliceLayout(1, copy_layout(D)))
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, copy_layout(D)))
+    for page in gl.static_range(PAGES):
+        k_page = k_tile.slice(page * PAGE, PAGE)
+        v_page = v_tile.slice(page * PAGE, PAGE)
+        at = first + page * PAGE
+        block = blocks[page].to(gl.int64)
+        slot = (at % BLOCK_SIZE).to(gl.int64)
+        k = k_head + (block * K_STRIDES[0] + slot * K_STRIDES[1])
+        v = v_head + (block * V_STRIDES[0] + slot * V_STRIDES[1])
+        k = k + (key[:, None] * K_STRIDES[1] + d[None, :])
+        v = v + (key[:, None] * V_STRIDES[1] + d[None, :])
+        if (at >= start) & (at + PAGE <= stop):
+            async_copy.async_copy_global_to_shared(k_page, k)
+            async_copy.async_copy_global_to_shared(v_page, v)
+        else:
+            keys = (at + key)[:, None] + d[None, :] * 0
+            there = (keys >= start) & (keys < stop)
+            async_copy.async_copy_global_to_shared(k_page, k, mask=there)
+            async_copy.async_copy_global_to_shared(v_page, v, mask=there)
+    async_copy.commit_group()
 
 
 @jit
@@ -326,43 +344,9 @@ def _blocks(table, first, start, stop, BLOCK_SIZE: tl.constexpr, PAGES: tl.const
 
 
 @jit
-def _copy_page(
-    k_page,
-    v_page,
-    k_head,
-    v_head,
-    block,
-    first,
-    start,
-    stop,
-    K_STRIDES: tl.constexpr,
-    V_STRIDES: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    D: tl.constexpr,
-):
-    """Ask for a page's keys and values; those outside [start, stop) are zero."""
-    key = gl.arange(0, PAGE, layout=gl.SliceLayout(1, copy_layout(D)))
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, copy_layout(D)))
-    block64 = block.to(gl.int64)
-    slot = (first % BLOCK_SIZE).to(gl.int64)
-    k = k_head + (block64 * K_STRIDES[0] + slot * K_STRIDES[1])
-    v = v_head + (block64 * V_STRIDES[0] + slot * V_STRIDES[1])
-    k = k + (key[:, None] * K_STRIDES[1] + d[None, :])
-    v = v + (key[:, None] * V_STRIDES[1] + d[None, :])
-    if (first >= start) & (first + PAGE <= stop):
-        async_copy.async_copy_global_to_shared(k_page, k)
-        async_copy.async_copy_global_to_shared(v_page, v)
-    else:
-        keys = (first + key)[:, None] + d[None, :] * 0
-        there = (keys >= start) & (keys < stop)
-        async_copy.async_copy_global_to_shared(k_page, k, mask=there)
-        async_copy.async_copy_global_to_shared(v_page, v, mask=there)
-
-
-@jit
 def _merge_line(
     parts,
-    first_share,
+    first_piece,
     count,
     sinks,
     first_head,
@@ -392,10 +376,9 @@ def _merge_line(
     l = gl.zeros([HEADS], gl.float32, layout=gl.SliceLayout(0, gl.SliceLayout(2, PARTS)))
     acc = gl.zeros([HEADS, D], gl.float32, layout=OF_HEADS)
     for i in range(0, count, MERGED):
-        # Read past the L1, where older ones may lie. See the kernel for the places.
-        part = 2 * first_share + gl.maximum(2 * (i + s), 1)
-        place = part[:, None] * GROUP + part_head[None, :]
+        place = (first_piece + i + s)[:, None] * GROUP + part_head[None, :]
         there = (i + s < count)[:, None] & (part_head < GROUP)[None, :]
+        # Read past the L1, where older ones may lie.
         part_max = gl.load(part_m + place, mask=there, other=float("-inf"), cache_modifier=".cg")
         part_sum = gl.load(part_l + place, mask=there, other=0.0, cache_modifier=".cg")
         values = gl.load(
