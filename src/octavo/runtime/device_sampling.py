@@ -48,7 +48,7 @@ class Ranked:
 class Handle:
     """A launched choice. ``done`` is None where the device is the host."""
 
-    ids: Tensor  # int32 [S], pinned
+    ids: NDArray[np.int32]  # [S], pinned: there when ``done`` is
     batch: SamplingBatch
     logprobs: Ranked | None  # of the rows that want any, in order
     prompt_logprobs: list[Ranked]
@@ -70,6 +70,10 @@ class DeviceSampler:
         self._scratch = make_scratch(max_rows, vocab_size, str(device))
         # As many ids may be on their way as steps may be in flight, and one is being read.
         self._ids = pinned((_TURNS, max_rows), device)
+        self._host_ids = self._ids.numpy()
+        self._done: list[Any] = []  # by turns, too
+        if device.type == "cuda":
+            self._done = [torch.cuda.Event() for _ in range(_TURNS)]  # type: ignore[no-untyped-call]
         self._upload = Upload(len(SETTINGS) * max_rows, device)
         self._settings = self._upload.device.view(len(SETTINGS), max_rows)
         self._sent = np.empty((len(SETTINGS), 0), np.int32)  # what the device has
@@ -86,16 +90,15 @@ class DeviceSampler:
         """Choose for the batch's rows, which are rows ``step_rows`` [S] of the step.
         ``prompt_logits`` gives the logits of other places in the step."""
         count = len(step_rows)
-        logits = self._logits[:count]
-        ids = self._ids[self._turn % _TURNS, :count]
+        turn = self._turn % _TURNS
         if count:
             if not self._goes_on(batch, step_rows):
                 self._send_settings(pack_settings(batch, step_rows, self._turn))
-                self._kind = _is_edited(batch), _is_filtered(batch, logits.shape[1])
+                self._kind = _is_edited(batch), _is_filtered(batch, self._logits.shape[1])
             self._last = batch
             edited, filtered = self._kind
             if edited:
-                self._choose(_edited(logits, batch), count, filtered)
+                self._choose(_edited(self._logits[:count], batch), count, filtered)
             else:
                 bucket = next(size for size in self._buckets if size >= count)
                 self._graphs.run(
@@ -111,7 +114,7 @@ class DeviceSampler:
             rows = _to_device(wanted, self._device)
             taken = self.row_ids[_to_device(step_rows[wanted], self._device)]
             top = int(batch.num_logprobs.max())
-            logprobs = _to_host(_rank(logits[rows].float(), taken.long(), top))
+            logprobs = _to_host(_rank(self._logits[rows].float(), taken.long(), top))
         prompt_logprobs = []
         for start in range(0, len(batch.prompt_indices), SCORED_ROWS):
             part = slice(start, start + SCORED_ROWS)
@@ -121,17 +124,17 @@ class DeviceSampler:
                 _to_host(_rank(scored, targets, int(batch.prompt_top[part].max())))
             )
         done = None
-        if self._device.type == "cuda":
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        if self._done:
+            done = self._done[turn]
             done.record()
-        return Handle(ids, batch, logprobs, prompt_logprobs, done)
+        return Handle(self._host_ids[turn, :count], batch, logprobs, prompt_logprobs, done)
 
     def wait(self, handle: Handle) -> SampleOutput:
         """Block until the ids are here."""
         if handle.done is not None:
             handle.done.synchronize()
         batch = handle.batch
-        ids = handle.ids.numpy().copy()
+        ids = handle.ids.copy()
         logprobs: list[TokenLogprobs | None] = [None] * len(ids)
         if handle.logprobs is not None:
             wanted = np.flatnonzero(batch.num_logprobs >= 0)
