@@ -26,7 +26,7 @@ from octavo.engine.sampling import (
 from octavo.kernels.choose.triton import SETTINGS, choose, make_scratch
 from octavo.outputs import Logprob, TokenLogprobs
 from octavo.runtime.graphs import Graphs
-from octavo.runtime.upload import Upload, pinned
+from octavo.runtime.upload import pinned
 
 SCORED_ROWS = 256  # rows of logits that log probabilities are taken from at a time
 _LAST_ID = 0xFFFFFFFF
@@ -74,8 +74,7 @@ class DeviceSampler:
         self._done: list[Any] = []  # by turns, too
         if device.type == "cuda":
             self._done = [torch.cuda.Event() for _ in range(_TURNS)]  # type: ignore[no-untyped-call]
-        self._upload = Upload(len(SETTINGS) * max_rows, device)
-        self._settings = self._upload.device.view(len(SETTINGS), max_rows)
+        self._settings = torch.zeros(len(SETTINGS), max_rows, dtype=torch.int32, device=device)
         self._sent = np.empty((len(SETTINGS), 0), np.int32)  # what the device has
         self._turn = 0
         self._last: SamplingBatch | None = None
@@ -105,7 +104,6 @@ class DeviceSampler:
                     ("choose", bucket, filtered),
                     lambda: self._choose(self._logits, bucket, filtered),
                 )
-            self._upload.launched()
             self._sent[-2:] += 1  # as the device counts, too
             self._turn += 1
         logprobs = None
@@ -174,11 +172,10 @@ class DeviceSampler:
     def _send_settings(self, settings: NDArray[np.int32]) -> None:
         self._sent = settings
         # Rows of padding are greedy, and their ids go where nobody looks.
-        whole = self._upload.array().reshape(self._settings.shape)
-        whole[:] = 0
+        whole = np.zeros(self._settings.shape, np.int32)
         whole[1], whole[-1] = len(self.row_ids) - 1, self._turn
         whole[:, : settings.shape[1]] = settings
-        self._upload.send(whole.size)
+        self._settings.copy_(_pinned(whole, self._device), non_blocking=True)
 
 
 def pack_settings(
@@ -308,11 +305,14 @@ def _entries(
 
 def _to_device(array: NDArray[Any], device: torch.device) -> Tensor:
     """A copy on the device, on its way when this returns; indices become int64."""
-    source = torch.from_numpy(np.ascontiguousarray(array))
-    if device.type == "cuda":
-        source = source.pin_memory()
-    tensor = source.to(device, non_blocking=True)
+    tensor = _pinned(array, device).to(device, non_blocking=True)
     return tensor.long() if tensor.dtype == torch.int32 else tensor
+
+
+def _pinned(array: NDArray[Any], device: torch.device) -> Tensor:
+    """The array where the device can copy it from while the host goes on."""
+    source = torch.from_numpy(np.ascontiguousarray(array))
+    return source.pin_memory() if device.type == "cuda" else source
 
 
 def _to_host(ranked: Ranked) -> Ranked:
