@@ -417,10 +417,10 @@ class Engine:
         now: float,
     ) -> None:
         """What :meth:`_advance` does, for a step of a run: where an id ends nothing, in short."""
-        updates = self._updates
+        updates, finished = self._updates, RequestStatus.FINISHED  # looking it up takes 0.2 us
         num_ended = 0
         for i, (request, token_id) in enumerate(zip(requests, token_ids, strict=True)):
-            if request.status is RequestStatus.FINISHED:
+            if request.status is finished:
                 num_ended += 1
                 continue
             known = request.token_ids
