@@ -28,8 +28,7 @@ KNOWN_STACK = {
     ("fixed", "split_kernel"): 8,
     ("fixed, all features", "split_kernel"): 8,
     ("fixed, 9/3 x 64", "split_kernel"): 40,
-    ("full batch", "warps_kernel"): 16,
-    ("full batch, all features", "warps_kernel"): 24,
+    ("full batch, 9/3 x 64", "warps_kernel"): 8,
     ("prefill", "_prefill_kernel"): 24,
 }
 

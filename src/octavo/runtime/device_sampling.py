@@ -8,8 +8,9 @@ and log probabilities are counted and ranked on the device; the host makes dicts
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle, repeat
 from typing import Any
 
 import numpy as np
@@ -71,9 +72,10 @@ class DeviceSampler:
         # As many ids may be on their way as steps may be in flight, and one is being read.
         self._ids = pinned((_TURNS, max_rows), device)
         self._host_ids = self._ids.numpy()
-        self._done: list[Any] = []  # by turns, too
+        self._events: Iterator[Any] = repeat(None)  # by turns, also of steps that choose nothing
         if device.type == "cuda":
-            self._done = [torch.cuda.Event() for _ in range(_TURNS)]  # type: ignore[no-untyped-call]
+            events = [torch.cuda.Event() for _ in range(_TURNS)]  # type: ignore[no-untyped-call]
+            self._events = cycle(events)
         self._settings = torch.zeros(len(SETTINGS), max_rows, dtype=torch.int32, device=device)
         self._sent = np.empty((len(SETTINGS), 0), np.int32)  # what the device has
         self._turn = 0
@@ -121,9 +123,8 @@ class DeviceSampler:
             prompt_logprobs.append(
                 _to_host(_rank(scored, targets, int(batch.prompt_top[part].max())))
             )
-        done = None
-        if self._done:
-            done = self._done[turn]
+        done = next(self._events)
+        if done is not None:
             done.record()
         return Handle(self._host_ids[turn, :count], batch, logprobs, prompt_logprobs, done)
 
