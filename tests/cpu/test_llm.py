@@ -205,7 +205,7 @@ def test_one_bad_prompt_and_nothing_runs(llm: LLM, bad: Any, error: type[Excepti
 
 @pytest.mark.parametrize("wrong", [{"max_tokens": 2}, "greedy", [{"max_tokens": 2}], 5])
 def test_parameters_of_another_type(llm: LLM, wrong: Any) -> None:
-    with pytest.raises(InvalidRequestError, match="sampling_params are .*; give SamplingParams"):
+    with pytest.raises(InvalidRequestError, match=r"sampling_params are .*; give SamplingParams"):
         llm.generate(["a"], wrong)
     with pytest.raises(InvalidRequestError, match="give SamplingParams"):
         llm.stream("a", wrong)
@@ -220,7 +220,7 @@ def test_prompts_of_another_type(llm: LLM, wrong: Any) -> None:
 
 @pytest.mark.parametrize("wrong", ["Hi", {"role": "user", "content": "Hi"}, None, 5])
 def test_messages_of_another_type(llm: LLM, wrong: Any) -> None:
-    with pytest.raises(InvalidRequestError, match="messages are .*; give a list of messages"):
+    with pytest.raises(InvalidRequestError, match=r"messages are .*; give a list of messages"):
         llm.chat(wrong)
 
 

@@ -70,9 +70,9 @@ def _mend_streams() -> None:
     """A stdin that the caller closed is an empty one, a stdout nobody's; a character that stdout's
     encoding lacks becomes "?", instead of an error in the middle of an answer."""
     if sys.stdin is None:
-        sys.stdin = open(os.devnull)
+        sys.stdin = open(os.devnull)  # noqa: SIM115 - to the end
     if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w")
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 
