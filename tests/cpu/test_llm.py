@@ -123,6 +123,13 @@ def test_the_report(llm: LLM, folder: Path) -> None:
     assert report.notes == ()
 
 
+def test_more_threads_than_cores_are_noted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.engine.build.granted_cores", lambda: 2)
+    [note] = LLM(str(folder), threads=3, exact=True).report.notes
+    assert note.startswith("threads is 3, but cores are 2")
+    assert LLM(str(folder), threads=2, exact=True).report.notes == ()
+
+
 def test_defaults_of_the_checkpoint(tmp_path: Path) -> None:
     sampling = {"temperature": 0.25, "top_k": 3, "max_new_tokens": 5}
     markov(tmp_path, uniform26(), generation_config=sampling)
