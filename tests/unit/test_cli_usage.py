@@ -73,6 +73,21 @@ def test_run_has_the_flags_that_vllm_users_know(capsys: pytest.CaptureFixture[st
     assert text.count("--seed ") == 1  # the request's, not the engine's
 
 
+def test_defaults_are_shown_as_they_are_typed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    for command in (["serve"], ["run"], ["verify"], ["bench", "attention"]):
+        assert main([*command, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "[default: 512 2048 8192 32768]" in text
+    assert "[default: 16/8x128]" in text
+    assert "[default: *]" in text
+    assert "[default: False]" in text
+    for unwanted in ("[default: ()]", "[default: (", "[default: None]", "[default: ]"):
+        assert unwanted not in text
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"octavo {__version__}\n"

@@ -28,12 +28,19 @@ def make_app(commands: Sequence[str] = COMMANDS) -> App:
         help="An LLM inference engine that reads the whole history in parallel and merges it "
         "exactly.",
         version=f"octavo {__version__}",
-        default_parameter=Parameter(negative_iterable=()),
+        default_parameter=Parameter(negative_iterable=(), show_default=_as_typed),
         suppress_keyboard_interrupt=False,
     )
     for command in commands:
         app.command(getattr(import_module(f"octavo.cli.{command}"), command))
     return app
+
+
+def _as_typed(default: object) -> str | None:
+    """A default as the user would type it; None shows none."""
+    if isinstance(default, tuple):
+        return " ".join(map(str, default)) or None
+    return None if default is None else str(default)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
