@@ -130,6 +130,14 @@ def test_more_threads_than_cores_are_noted(folder: Path, monkeypatch: pytest.Mon
     assert LLM(str(folder), threads=2, exact=True).report.notes == ()
 
 
+def test_a_pool_below_max_model_len_is_noted(folder: Path) -> None:
+    llm = load_llm(folder, num_gpu_blocks_override=2)
+    [note] = llm.report.notes
+    assert note.startswith("the KV blocks hold 32 tokens")
+    output = answer(llm, ids(5), greedy(max_tokens=100, ignore_eos=True))
+    assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (31, "length")
+
+
 def test_defaults_of_the_checkpoint(tmp_path: Path) -> None:
     sampling = {"temperature": 0.25, "top_k": 3, "max_new_tokens": 5}
     markov(tmp_path, uniform26(), generation_config=sampling)

@@ -165,6 +165,11 @@ def build_engine(config: EngineConfig, *, with_text: bool = True) -> Loaded:
 
     has_tokenizer = tokenizer is not None or not with_text
     engine = Engine(runtime, groups, limits, grammars if has_tokenizer else None)
+    if engine.max_total_tokens < max_model_len:
+        notes.append(
+            f"the KV blocks hold {engine.max_total_tokens} tokens: a request ends there, not at "
+            f"max_model_len {max_model_len}"
+        )
     frontend = Frontend(
         tokenizer,
         vocab_size=spec.vocab_size,
