@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -30,7 +31,7 @@ class AsyncLLM:
 
     report: LoadReport
 
-    def __init__(self, model: str | None = None, **options: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str] | None = None, **options: Any) -> None:
         self._llm = LLM(model, **options)
         self.report = self._llm.report
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -70,10 +71,11 @@ class AsyncLLM:
         """
         params = sampling_params or self._llm.get_default_sampling_params()
         prepare = partial(self._llm._prepare, prompt, params, priority, cache_salt)
-        if params.structured_outputs is None:
-            submission = prepare()
-        else:  # checking a schema may take long enough to hold other streams up
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+            # Checking a schema may take long enough to hold other streams up.
             submission = await asyncio.to_thread(prepare)
+        else:
+            submission = prepare()
         loop = asyncio.get_running_loop()
         arrived = asyncio.Event()
         newest: list[RequestOutput | BaseException] = []

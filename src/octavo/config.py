@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -128,10 +129,10 @@ class EngineConfig:
             if choices and getattr(self, name) not in choices:
                 words = ", ".join(str(choice) for choice in choices)
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, it must be one of {words}")
-        if not 0 < self.gpu_memory_utilization <= 1:
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise ConfigError(
-                f"gpu_memory_utilization is {self.gpu_memory_utilization}, "
-                "it must be above 0 and at most 1"
+                f"gpu_memory_utilization is {share!r}, it must be a number above 0 and at most 1"
             )
         if self.deterministic and self.attention_backend not in (None, "triton"):
             raise ConfigError(
@@ -158,12 +159,18 @@ def _choices(hint: Any) -> tuple[Any, ...]:
     return (*get_args(literals[0]), None) if literals else ()
 
 
-def engine_config(model: str | None, options: dict[str, Any]) -> EngineConfig:
-    """The config of ``LLM(model, **options)``; an unknown option is a TypeError naming it."""
+def engine_config(model: str | os.PathLike[str] | None, options: dict[str, Any]) -> EngineConfig:
+    """The config of ``LLM(model, **options)``, paths as text; an unknown option is a TypeError
+    naming it."""
     known = [field.name for field in fields(EngineConfig)]
     for name in options:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
             raise TypeError(f"LLM got an unknown argument {name!r}; {hint}")
-    return EngineConfig(model=model, **options)
+    for name in ("tokenizer", "chat_template"):
+        if isinstance(options.get(name), os.PathLike):
+            options = options | {name: os.fspath(options[name])}
+    if model is not None and not isinstance(model, str | os.PathLike):
+        raise ConfigError(f"model is {model!r:.60}; give a name or a path, or nothing")
+    return EngineConfig(model=None if model is None else os.fspath(model), **options)

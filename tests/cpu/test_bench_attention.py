@@ -19,6 +19,14 @@ def test_what_cannot_be_measured_is_said():
     assert why.endswith("its keys and values don't fit the memory that is free")
 
 
+def test_nothing_measured_is_an_error(capsys):
+    grid = ["--batch", "1", "--context", "64", "--heads", "4/1x20"]
+    assert main(["bench", "attention", "--device", "cpu", *grid]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines()[-1].startswith("octavo: nothing was measured")
+
+
 def test_from_the_command_to_the_last_line(tmp_path, capsys):
     plot = tmp_path / "time.svg"
     grid = ["--batch", "1", "--context", "256", "1024", "--heads", "3/1x64", "--seconds", "0.02"]

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import os
 import shutil
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,7 @@ from octavo.errors import (
     ContextLengthError,
     InvalidRequestError,
     ModelNotFoundError,
+    OctavoError,
 )
 
 TmpFactory = pytest.TempPathFactory
@@ -69,6 +74,7 @@ def test_unknown_options_are_named() -> None:
         {"block_size": True},
         {"max_num_batched_tokens": 8, "max_num_seqs": 16},
         {"gpu_memory_utilization": 1.5},
+        {"gpu_memory_utilization": "0.5"},
         {"exact": True, "dtype": "bfloat16"},
         {"device": "gpu"},
         {"dtype": "float33"},
@@ -99,6 +105,13 @@ def test_no_such_model(tmp_path: Path) -> None:
         LLM(str(tmp_path / "nowhere"))
 
 
+def test_a_path_is_a_model(folder: Path) -> None:
+    llm = LLM(folder, tokenizer=folder, threads=1, exact=True)
+    assert answer(llm, "a b", greedy(max_tokens=2)).finished
+    with pytest.raises(ConfigError, match="model is 5"):
+        LLM(5)  # type: ignore[arg-type]
+
+
 def test_the_report(llm: LLM, folder: Path) -> None:
     report = llm.report
     assert report.model == folder.name
@@ -108,6 +121,21 @@ def test_the_report(llm: LLM, folder: Path) -> None:
     assert report.kv_cache_tokens >= 2048
     assert report.load_seconds > 0
     assert report.notes == ()
+
+
+def test_more_threads_than_cores_are_noted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.engine.build.granted_cores", lambda: 2)
+    [note] = LLM(str(folder), threads=3, exact=True).report.notes
+    assert note.startswith("threads is 3, but cores are 2")
+    assert LLM(str(folder), threads=2, exact=True).report.notes == ()
+
+
+def test_a_pool_below_max_model_len_is_noted(folder: Path) -> None:
+    llm = load_llm(folder, num_gpu_blocks_override=2)
+    [note] = llm.report.notes
+    assert note.startswith("the KV blocks hold 32 tokens")
+    output = answer(llm, ids(5), greedy(max_tokens=100, ignore_eos=True))
+    assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (31, "length")
 
 
 def test_defaults_of_the_checkpoint(tmp_path: Path) -> None:
@@ -188,6 +216,27 @@ def test_one_bad_prompt_and_nothing_runs(llm: LLM, bad: Any, error: type[Excepti
             llm.generate(prompts, greedy(max_tokens=2))
     assert stats(llm) == before
     assert answer(llm, "good", greedy(max_tokens=2)).finished
+
+
+@pytest.mark.parametrize("wrong", [{"max_tokens": 2}, "greedy", [{"max_tokens": 2}], 5])
+def test_parameters_of_another_type(llm: LLM, wrong: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=r"sampling_params are .*; give SamplingParams"):
+        llm.generate(["a"], wrong)
+    with pytest.raises(InvalidRequestError, match="give SamplingParams"):
+        llm.stream("a", wrong)
+    assert is_idle(llm)
+
+
+@pytest.mark.parametrize("wrong", [None, 5])
+def test_prompts_of_another_type(llm: LLM, wrong: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=f"prompts are {wrong}"):
+        llm.generate(wrong)
+
+
+@pytest.mark.parametrize("wrong", ["Hi", {"role": "user", "content": "Hi"}, None, 5])
+def test_messages_of_another_type(llm: LLM, wrong: Any) -> None:
+    with pytest.raises(InvalidRequestError, match=r"messages are .*; give a list of messages"):
+        llm.chat(wrong)
 
 
 def test_the_caller_s_lists_are_left_alone(llm: LLM) -> None:
@@ -406,6 +455,53 @@ def test_streams_and_batches_side_by_side(alphabet: LLM) -> None:
     *_, last = slow
     assert len(last.outputs[0].token_ids) == 200
     assert is_idle(alphabet)
+
+
+def test_several_threads_ask_at_once(llm: LLM) -> None:
+    """Each gets the answer that it would get alone, whoever made the steps, long beside short."""
+    prompts = [f"{'a b c d e f g h'[: 2 * n + 1]}" for n in range(8)]
+    lengths = [3, 40, 1, 17, 5, 60, 2, 9]
+    asked = [(text, greedy(max_tokens=n)) for text, n in zip(prompts, lengths, strict=True)]
+    alone = [answer(llm, *one).outputs for one in asked]
+
+    def ask(number: int) -> tuple[Any, Any]:
+        *_, streamed = llm.stream(*asked[number])
+        return answer(llm, *asked[number]).outputs, streamed.outputs
+
+    with ThreadPoolExecutor(8) as threads:
+        together = list(threads.map(ask, range(8), timeout=60))
+    assert together == [(outputs, outputs) for outputs in alone]
+    assert is_idle(llm)
+
+
+def test_a_thread_that_asks_need_not_wait_for_one_that_loops(folder: Path) -> None:
+    llm = load_llm(folder)
+    order: list[str] = []
+
+    def ask(name: str, count: int) -> None:
+        answer(llm, "a b", greedy(max_tokens=count, ignore_eos=True))
+        order.append(name)
+
+    long = threading.Thread(target=ask, args=("long", 1500))
+    long.start()
+    while not llm.stats().num_running:
+        time.sleep(0.001)
+    ask("short", 2)
+    long.join(60)
+    assert order == ["short", "long"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system can't fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_is_told_so(llm: LLM) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            llm.generate("a", greedy(max_tokens=1))
+        except OctavoError as error:
+            os._exit(7 if "was loaded in process" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 def test_an_interrupt_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -266,3 +266,22 @@ def test_no_body_is_a_500(server: Server, path: str, model: Any, base: Any, data
     assert reply.status in (200, 400, 404), reply.body
     if reply.status != 200:
         assert reply.error["message"]
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
+def test_parts_that_are_no_text_get_one_sentence(server: Server, kind: str) -> None:
+    parts = [{"type": "text", "text": "What is this?"}, {"type": kind, kind: {"url": "x"}}]
+    error = server.call("POST", CHAT, {"messages": [{"role": "user", "content": parts}]}).error
+    assert error["message"] == f"messages.0.content.1: only text can be read, not {kind}"
+    assert error["param"] == "messages.0.content.1"
+
+
+def test_a_response_format_without_its_schema_or_with_another_s(server: Server) -> None:
+    base = {"messages": [{"role": "user", "content": "a"}]}
+    for response_format, named in (
+        ({"type": "json_schema"}, "of type json_schema has no json_schema"),
+        ({"type": "text", "json_schema": {"name": "x"}}, "of type text can't have a json_schema"),
+    ):
+        reply = server.call("POST", CHAT, base | {"response_format": response_format})
+        assert reply.status == 400
+        assert named in reply.error["message"]

@@ -34,6 +34,8 @@ def test_heads():
         (["--batch", "0"], "batch is [0]"),
         (["--context", "4096", "-1"], "context is [4096, -1]"),
         (["--heads", "9/2x64"], "'9/2x64'"),
+        (["--seconds", "0"], "seconds is 0"),
+        (["--plot", "no/such/folder/time.svg"], "there is no folder no/such/folder"),
     ],
 )
 def test_refused_before_anything_runs(arguments, named, capsys):

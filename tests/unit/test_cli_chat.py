@@ -114,13 +114,28 @@ def test_a_message_that_cannot_be_answered_is_taken_back(
 ) -> None:
     class Full(FakeLLM):
         def stream_chat(self, messages, params):  # type: ignore[no-untyped-def]
-            self.error = ContextLengthError("9 is over 8") if len(self.asked) == 0 else None
+            self.error = ContextLengthError("9 is over 8") if len(self.asked) in (0, 2) else None
             return super().stream_chat(messages, params)
 
     llm = Full()
-    talk(monkeypatch, llm, "too long", "short")
+    talk(monkeypatch, llm, "too long", "short", "one more")
     assert llm.asked[1] == [user("short")]
-    assert "octavo: 9 is over 8" in capsys.readouterr().err
+    lines = capsys.readouterr().err.splitlines()
+    assert "octavo: 9 is over 8" in lines  # there is nothing to forget yet
+    assert "octavo: 9 is over 8; /reset forgets the conversation" in lines
+
+
+def test_reset_and_system_say_that_they_are_done(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk(monkeypatch, FakeLLM(), "/system Be brief.", "/reset", "/system")
+    said = capsys.readouterr().err
+    for line in (
+        "The system message is set.",
+        "The conversation is forgotten.",
+        "The system message is removed.",
+    ):
+        assert line in said
 
 
 def test_a_model_without_chat_template_says_so_at_once(

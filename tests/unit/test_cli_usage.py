@@ -73,6 +73,21 @@ def test_run_has_the_flags_that_vllm_users_know(capsys: pytest.CaptureFixture[st
     assert text.count("--seed ") == 1  # the request's, not the engine's
 
 
+def test_defaults_are_shown_as_they_are_typed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    for command in (["serve"], ["run"], ["verify"], ["bench", "attention"]):
+        assert main([*command, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "[default: 512 2048 8192 32768]" in text
+    assert "[default: 16/8x128]" in text
+    assert "[default: *]" in text
+    assert "[default: False]" in text
+    for unwanted in ("[default: ()]", "[default: (", "[default: None]", "[default: ]"):
+        assert unwanted not in text
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"octavo {__version__}\n"
@@ -155,6 +170,62 @@ def test_a_reader_who_leaves_is_no_error() -> None:
     with child.stderr:
         assert child.stderr.read() == b""
     assert child.wait() == 128 + signal.SIGPIPE
+
+
+CALL = "import sys; from octavo.cli import main; sys.exit(main(sys.argv[1:]))"
+ANSWER = """
+import sys
+from unittest.mock import patch
+from helpers.fake_llm import FakeLLM
+from octavo.cli import main
+llm = FakeLLM()
+llm.pieces = ("K\u00f6che \u2713",)
+with patch("octavo.cli.run.load", lambda model, engine: llm):
+    sys.exit(main(["run", "--prompt", "-"]))
+"""
+
+
+def _answer(redirect: str, encoding: str = "utf-8") -> subprocess.CompletedProcess[str]:
+    """A scripted answer of the command, its standard streams as the shell says."""
+    return subprocess.run(
+        ["sh", "-c", f'"{sys.executable}" -c "$0" {redirect}', ANSWER],
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_what_stdout_can_t_spell_is_a_question_mark() -> None:
+    done = _answer("</dev/null", encoding="ascii:strict")
+    assert (done.returncode, done.stdout) == (0, "K?che ?\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_is_one_sentence() -> None:
+    done = _answer("</dev/null >/dev/full")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "octavo: the output can't be written: No space left on device\n"
+
+
+@pytest.mark.parametrize("redirect", ["<&-", "<&- >&-"])
+def test_streams_that_the_caller_closed(redirect: str) -> None:
+    done = _answer(redirect)
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_while_the_command_is_imported() -> None:
+    interrupt = "import sys; sys.modules['cyclopts'] = type('M', (), {'__getattr__': stop})()"
+    stop = "def stop(*_): raise KeyboardInterrupt"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{stop}\n{interrupt}\n{CALL}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (128 + signal.SIGINT, "\n")
 
 
 def test_help_imports_nothing_heavy() -> None:

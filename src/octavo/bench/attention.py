@@ -50,7 +50,8 @@ def parse_heads(text: str) -> Heads:
     heads = Heads(*map(int, match.groups())) if match else None
     if heads is None or 0 in (heads.query, heads.kv, heads.size) or heads.query % heads.kv:
         raise ConfigError(
-            f"heads {text!r} aren't query heads / KV heads x head size, such as 32/8x128"
+            f"heads {text!r} aren't query heads / KV heads x head size, such as 32/8x128, with as "
+            "many query heads for each KV head"
         )
     return heads
 

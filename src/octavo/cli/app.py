@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import signal
 import sys
@@ -26,7 +28,7 @@ def make_app(commands: Sequence[str] = COMMANDS) -> App:
         help="An LLM inference engine that reads the whole history in parallel and merges it "
         "exactly.",
         version=f"octavo {__version__}",
-        default_parameter=Parameter(negative_iterable=()),
+        default_parameter=Parameter(negative_iterable=(), show_default=_as_typed),
         suppress_keyboard_interrupt=False,
     )
     for command in commands:
@@ -34,10 +36,18 @@ def make_app(commands: Sequence[str] = COMMANDS) -> App:
     return app
 
 
+def _as_typed(default: object) -> str | None:
+    """A default as the user would type it; None shows none."""
+    if isinstance(default, tuple):
+        return " ".join(map(str, default)) or None
+    return None if default is None else str(default)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 1 for an error of the user's that a sentence on
     stderr explains, 2 for wrong usage, and 128 + n where signal n would have ended it."""
     given = sys.argv[1:] if arguments is None else arguments
+    _mend_streams()
     # All six are for --help, and for what is wrong: importing them takes 30 ms.
     known = [given[0]] if given and given[0] in COMMANDS else COMMANDS
     try:
@@ -51,8 +61,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 128 + signal.SIGINT
-    except BrokenPipeError:
-        # Whoever read us has left. What is still buffered must not fail again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # whoever read us has left
+        _drop_output()
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _drop_output()
+        print(f"octavo: the output can't be written: {error.strerror}", file=sys.stderr)
+        return USER_ERROR
     return 0
+
+
+def _mend_streams() -> None:
+    """A stdin that the caller closed is an empty one, a stdout nobody's; a character that stdout's
+    encoding lacks becomes "?", instead of an error in the middle of an answer."""
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull)  # noqa: SIM115 - to the end
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def _drop_output() -> None:
+    """What is still buffered must not fail again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

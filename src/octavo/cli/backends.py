@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from octavo.cli.options import ENGINE, Model, Switch
+from octavo.cli.tables import print_table
 from octavo.config import EngineConfig
 
 # Those that choosing depends on ("engine" is the parameter that they are fields of).
@@ -72,7 +73,6 @@ def _layers(candidate: dict[str, Any]) -> str:
 def _print_table(title: str, rows: Sequence[tuple[str, str, dict[str, Any]]]) -> None:
     """Rows of layers, phase and a verdict; what equals the row above it is left out."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     with_places = any(place for place, _, _ in rows)
@@ -98,4 +98,4 @@ def _print_table(title: str, rows: Sequence[tuple[str, str, dict[str, Any]]]) ->
             style=_STYLES[one["state"]],
         )
         above = tuple(place)
-    Console().print(table)
+    print_table(table)

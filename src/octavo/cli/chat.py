@@ -15,7 +15,7 @@ from octavo.cli.loading import load
 from octavo.cli.options import EngineFlags, Model, SamplingFlags
 from octavo.cli.streaming import print_as_it_comes
 from octavo.config import EngineConfig
-from octavo.errors import InvalidRequestError, OctavoError
+from octavo.errors import ContextLengthError, InvalidRequestError, OctavoError
 from octavo.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -100,8 +100,11 @@ def _obey(line: str, conversation: Conversation) -> bool:
             print(HELP, file=sys.stderr)
         case "/reset":
             conversation.turns.clear()
+            print("The conversation is forgotten.", file=sys.stderr)
         case "/system":
             conversation.system = argument.strip()
+            done = "set" if conversation.system else "removed"
+            print(f"The system message is {done}.", file=sys.stderr)
         case "/stats":
             print(conversation.stats, file=sys.stderr)
         case _:
@@ -119,7 +122,9 @@ def _answer(line: str, conversation: Conversation, llm: LLM, params: SamplingPar
             output = print_as_it_comes(outputs, stopped=interrupted)
     except OctavoError as error:
         conversation.turns.pop()
-        print(f"octavo: {error}", file=sys.stderr)
+        too_long = isinstance(error, ContextLengthError) and conversation.turns
+        way_out = "; /reset forgets the conversation" if too_long else ""
+        print(f"octavo: {error}{way_out}", file=sys.stderr)
         return
     conversation.turns.append({"role": "assistant", "content": output.outputs[0].text})
     conversation.stats = figures_line(output, llm.report)

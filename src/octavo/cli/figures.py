@@ -47,7 +47,7 @@ def figures_line(output: RequestOutput, report: LoadReport) -> str:
     numbers = figures(output)
     cached = f" ({numbers.cached_tokens:,} cached)" if numbers.cached_tokens else ""
     parts = [
-        f"{numbers.prompt_tokens:,} prompt tokens{cached}",
+        f"{numbers.prompt_tokens:,} prompt token{'s' * (numbers.prompt_tokens != 1)}{cached}",
         f"{numbers.generated_tokens:,} generated",
         "" if numbers.ttft_s is None else f"TTFT {numbers.ttft_s:.3f} s",
         "" if numbers.tokens_per_s is None else f"{numbers.tokens_per_s:,.1f} tok/s",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from octavo.cli.options import Model, Switch
+from octavo.cli.tables import print_table
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError, OctavoError
 
@@ -130,14 +131,9 @@ def _put_to_the_test(
 
 
 def _print(report: Report) -> None:
-    from rich.console import Console
-
     from octavo.verify.report import table
 
-    console = Console()
-    if not console.is_terminal:
-        console.width = 180  # a log wraps badly at 80
-    console.print(table(report))
+    print_table(table(report), width_of_a_log=180)  # it wraps badly at 80
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from octavo.config import EngineConfig
 from octavo.engine.loop import Engine, EngineLimits
 from octavo.errors import ConfigError, InsufficientMemoryError
 from octavo.frontend import Frontend
-from octavo.host import free_memory
+from octavo.host import free_memory, granted_cores
 from octavo.models.families import spec_from_config
 from octavo.models.weights import check_weights
 from octavo.runtime.candidates import Choice, Model, choose_runtime, refusal_note
@@ -139,6 +139,7 @@ def build_engine(config: EngineConfig, *, with_text: bool = True) -> Loaded:
         refusal_note(model, choice),
         choice.runtime.note(model),
         length_note,
+        _threads_note(model),
         tokenizer_note,
         params_note,
     ]
@@ -164,6 +165,11 @@ def build_engine(config: EngineConfig, *, with_text: bool = True) -> Loaded:
 
     has_tokenizer = tokenizer is not None or not with_text
     engine = Engine(runtime, groups, limits, grammars if has_tokenizer else None)
+    if engine.max_total_tokens < max_model_len:
+        notes.append(
+            f"the KV blocks hold {engine.max_total_tokens} tokens: a request ends there, not at "
+            f"max_model_len {max_model_len}"
+        )
     frontend = Frontend(
         tokenizer,
         vocab_size=spec.vocab_size,
@@ -183,6 +189,16 @@ def build_engine(config: EngineConfig, *, with_text: bool = True) -> Loaded:
         notes=tuple(note for note in notes if note),
     )
     return Loaded(engine, frontend, params, report)
+
+
+def _threads_note(model: Model) -> str | None:
+    """A sentence on threads that can't all run at once: each step waits for the last of them."""
+    threads, cores = model.config.threads or 1, granted_cores()
+    if model.device != "cpu" or threads <= cores:
+        return None
+    return (
+        f"threads is {threads}, but cores are {cores}: those without one hold up all; leave it out"
+    )
 
 
 def check_plan(config: EngineConfig) -> None:

@@ -44,6 +44,7 @@ FORMATS = (
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _OTHERS = ("$ref", "const", "enum", "type", "required", "pattern", "format")
+_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 _ANNOTATIONS = (
     *("title", "description", "default", "examples", "example", "deprecated", "readOnly"),
     *("writeOnly", "$comment", "$anchor", "discriminator"),
@@ -146,8 +147,9 @@ def _check_values(node: Schema, path: str) -> None:
         if not isinstance(node.get(keyword, {}), dict):
             raise bad_value(keyword, node[keyword], path, "an object")
     types = node.get("type", [])
-    if not isinstance(types, str | list) or not all(isinstance(name, str) for name in types):
-        raise bad_value("type", types, path, "a name or a list of names")
+    names = [types] if isinstance(types, str) else types
+    if not isinstance(names, list) or any(name not in _TYPES for name in names):
+        raise bad_value("type", types, path, f"one of {', '.join(_TYPES)}, or a list of them")
     required = node.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         raise bad_value("required", required, path, "a list of names")

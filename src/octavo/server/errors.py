@@ -33,6 +33,7 @@ def http_error_body(status: int, message: str) -> dict[str, Any]:
 def from_validation(error: ValidationError) -> InvalidRequestError:
     """What is wrong with a body, field by field."""
     complaints = error.errors(include_url=False, include_input=False, include_context=False)
+    complaints = [one for one in complaints if one["type"] == "no_text"] or complaints
     # Of a union, pydantic says of every branch why it wasn't taken.
     places: dict[str, list[str]] = {}
     for complaint in complaints:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from octavo.errors import InvalidRequestError
 from octavo.sampling_params import SamplingParams, StructuredOutputs
@@ -74,10 +75,9 @@ class ResponseFormat(Strict):
 
     def checked(self) -> StructuredOutputs | None:
         if (self.type == "json_schema") != (self.json_schema is not None):
+            fault = "has no" if self.json_schema is None else "can't have a"
             raise InvalidRequestError(
-                f"response_format has type {self.type!r}; json_schema belongs to type "
-                "'json_schema' and only there",
-                "response_format",
+                f"response_format of type {self.type} {fault} json_schema", "response_format"
             )
         if self.json_schema is not None:
             if self.json_schema.schema_ is None:
@@ -180,6 +180,17 @@ _SAMPLING_NAMES = (
 class TextPart(Strict):
     type: Literal["text"]
     text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_text(cls, given: Any) -> Any:
+        """Clients send images and sound too: that gets one sentence, not one for each field."""
+        kind = given.get("type") if isinstance(given, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            raise PydanticCustomError(
+                "no_text", "only text can be read, not {kind}", {"kind": kind}
+            )
+        return given
 
 
 class FunctionCall(Strict):

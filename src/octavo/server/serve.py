@@ -45,13 +45,18 @@ def serve(config: ServerConfig, engine: EngineConfig, process: ChildProcess) -> 
     """Serve until told to stop, with an engine process that has just begun; it is ended here.
     Raises a subclass of :class:`octavo.errors.OctavoError` where the server can't start, and
     :class:`EngineDiedError` or :class:`ApiProcessDiedError` where it can't go on."""
+    began = time.monotonic()
     with contextlib.ExitStack() as stack:
         stack.callback(process.stop, 0.0)
-        _serve_with(config, engine, process, stack)
+        _serve_with(config, engine, process, stack, began)
 
 
 def _serve_with(
-    config: ServerConfig, engine: EngineConfig, process: ChildProcess, stack: contextlib.ExitStack
+    config: ServerConfig,
+    engine: EngineConfig,
+    process: ChildProcess,
+    stack: contextlib.ExitStack,
+    began: float,
 ) -> None:
     if key := os.environ.get(KEY_VARIABLE):
         config = replace(config, api_key=(*config.api_key, key))
@@ -71,7 +76,7 @@ def _serve_with(
     stack.callback(supervisor.stop)
     for listener in listeners[1:]:
         listener.close()  # theirs alone: what comes in there is for them to accept
-    _serve(config, engine, supervisor, listeners[0], started)
+    _serve(config, engine, supervisor, listeners[0], started, began)
 
 
 def _share_metrics(folder: Path, num_processes: int) -> None:
@@ -89,6 +94,7 @@ def _serve(
     supervisor: Supervisor,
     listener: socket.socket,
     started: int,
+    began: float,
 ) -> None:
     import uvloop
 
@@ -104,7 +110,7 @@ def _serve(
         keeping = asyncio.create_task(supervisor.keep_engine(api.client))
         watching = [asyncio.create_task(supervisor.watch(other)) for other in supervisor.others]
         reporting = [
-            asyncio.create_task(_announce(api, config, listener)),
+            asyncio.create_task(_announce(api, config, listener, began)),
             asyncio.create_task(_log_stats(api.client, config)),
         ]
         waited: set[asyncio.Task[Any]] = {stopping, serving_http, keeping, *watching}
@@ -142,9 +148,10 @@ def _on_signals(stop: asyncio.Event, supervisor: Supervisor) -> None:
     loop.add_signal_handler(signal.SIGTERM, stop.set)
 
 
-async def _announce(api: ApiServer, config: ServerConfig, listener: socket.socket) -> None:
-    """Say that the server is ready, and who may use it."""
-    began = time.monotonic()
+async def _announce(
+    api: ApiServer, config: ServerConfig, listener: socket.socket, began: float
+) -> None:
+    """Say that the server is ready, how long after the command began, and who may use it."""
     while api.client.ready is None:
         await asyncio.sleep(0.01)
     ready = api.client.ready

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
+from octavo.cli.tables import print_table
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 
@@ -61,6 +63,8 @@ def attention(
 
     if plot is not None and plot.suffix != ".svg":
         raise ConfigError(f"a plot is an SVG picture, but {plot} doesn't end in .svg")
+    if plot is not None and not plot.parent.is_dir():
+        raise ConfigError(f"there is no folder {plot.parent} for the plot")
     for name in backend:
         if name not in ORDER["decode"]:
             raise ConfigError(
@@ -70,6 +74,8 @@ def attention(
     for flag, numbers in (("batch", batch), ("context", context)):
         if min(numbers, default=0) < 1:
             raise ConfigError(f"{flag} is {list(numbers)}, each must be at least 1")
+    if not 0 < seconds < math.inf:
+        raise ConfigError(f"seconds is {seconds:g}, it must be above 0 and finite")
     shapes = [parse_heads(text) for text in heads]
     where = device if device == "npu" else choose_device(EngineConfig(device=device))
     from octavo.verify.report import machine
@@ -94,8 +100,10 @@ def attention(
         else:
             cells.append(found)
             _show_progress(found)
+    if not cells:
+        raise ConfigError("nothing was measured: every combination was left out")
     _print_table(f"decode attention on {where}, read bandwidth {read_gb_s:,.0f} GB/s", cells)
-    if plot is not None and cells:
+    if plot is not None:
         from octavo.bench.plot import plot_attention
 
         plot.write_text(plot_attention(cells, f"Decode attention on {where}"), encoding="utf-8")
@@ -123,7 +131,6 @@ def _show_progress(cell: Cell) -> None:
 
 def _print_table(title: str, cells: Sequence[Cell]) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     columns = ("backend", "heads", "batch", "context", "splits", "µs", "GB/s", "of read")
@@ -148,4 +155,4 @@ def _print_table(title: str, cells: Sequence[Cell]) -> None:
         )
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr)
-    Console().print(table)
+    print_table(table)

@@ -8,6 +8,7 @@ from statistics import median
 
 from octavo.cli.bench.shared import BenchEngineFlags, check_counts, print_json, show_progress
 from octavo.cli.options import Model
+from octavo.cli.tables import print_table
 from octavo.config import EngineConfig
 
 
@@ -58,7 +59,6 @@ def _print_table(
     runs: list[dict[str, float]], phases: dict[str, float], totals: list[float]
 ) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(title="start to first token, seconds", title_justify="left", box=box.SIMPLE_HEAD)
@@ -70,4 +70,4 @@ def _print_table(
         table.add_row(name, f"{middle:.3f}", f"{min(seconds):.3f}", f"{max(seconds):.3f}")
     table.add_section()
     table.add_row("total", f"{median(totals):.3f}", f"{min(totals):.3f}", f"{max(totals):.3f}")
-    Console().print(table)
+    print_table(table)
