@@ -246,6 +246,28 @@ def replanned(subject: Subject) -> Check:
     return replace(shown, figures={"steps": len(worst), "wrong": len(failed), **shown.figures})
 
 
+def full_batch(subject: Subject) -> Check:
+    """Many rows, for which a candidate may have kernels of its own: some long, some only padding,
+    with a window, a cap and sinks where those are offered."""
+    lens = [9000, 700] + [0, 1, 15, 16, 17, 33, 100, 257] * (4 if subject.quick else 12)
+    counts = [1] * len(lens)
+    if subject.spec.phase == "prefill":
+        lens = [max(n, 1) for n in lens]
+        counts = [min(n, 1 + row % 20) for row, n in enumerate(lens)]
+    found: list[Check] = []
+    for changes in ({}, {"window": 90, "soft_cap": 2.0, "has_sinks": True}):
+        try:
+            spec, backend = subject.open(**changes)
+        except NotOffered:
+            if not changes:
+                raise
+            continue
+        problem = make_problem(spec, lens, counts)
+        pool = make_pool(subject.candidate, backend, problem)
+        found.append(_compared(problem, *solve(backend, problem, pool), rows=len(lens)))
+    return next((check for check in found if not check.passed), found[0])
+
+
 def window(subject: Subject) -> Check:
     """A sliding window ends within a block: the oldest visible key is seen, that before it not."""
     spec, backend = subject.open(window=100)
@@ -279,6 +301,7 @@ CHECKS: dict[str, Callable[[Subject], Check]] = {
     "alone and in a batch": batch_invariance,
     "numbers of splits": splits_agree,
     "step after step": replanned,
+    "full batch": full_batch,
     "sliding window": window,
     "soft cap": soft_cap,
     "sinks": sinks,

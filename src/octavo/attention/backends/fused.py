@@ -17,7 +17,7 @@ import numpy as np
 from octavo.attention.backends.nhd import NhdPool, nhd_layout
 from octavo.attention.certificates import hardware_of
 from octavo.attention.spec import AttentionBatch, AttentionSpec, KVLayout, Support
-from octavo.kernels.linear.tiles import MAX_ROWS
+from octavo.kernels.linear.tiles import MOST_ROWS
 from octavo.kernels.rope_attention.limits import NEEDS_HOPPER, refusal
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class FusedBackend(NhdPool):
             return held
         capacity = shape[1] * self.spec.block_size
         longest = capacity if self.spec.graph else int(batch.seq_lens.max(initial=1))
-        cut = choose_cut(self.spec, min(max(1, shape[0]), MAX_ROWS), longest, self._num_sms)
+        cut = choose_cut(self.spec, min(max(1, shape[0]), MOST_ROWS), longest, self._num_sms)
         lens, table, newest = (
             torch.as_tensor(array).to(self.spec.device, copy=True) for array in arrays
         )
@@ -127,8 +127,8 @@ class FusedBackend(NhdPool):
         qkv.masked_fill_(plan.newest[:, None] < 0, 0.0)  # slot 0 may hold anything
         out = q.new_empty(len(q), q[0].numel())
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        for first in range(0, len(q), MAX_ROWS):
-            rows = slice(first, first + MAX_ROWS)
+        for first in range(0, len(q), MOST_ROWS):
+            rows = slice(first, first + MOST_ROWS)
             rope_attention(
                 self.spec,
                 qkv[rows],
@@ -158,7 +158,7 @@ class FusedBackend(NhdPool):
 
         if self._scratch is None or splits > self._splits:
             self._splits = splits
-            self._scratch = make_scratch(self.spec, MAX_ROWS, splits)
+            self._scratch = make_scratch(self.spec, MOST_ROWS, splits)
         return self._scratch
 
     def _turns_of(self, longest: int) -> tuple[Tensor, Tensor]:
