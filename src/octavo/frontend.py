@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any
 
-from octavo.engine.loop import RequestUpdate
+from octavo.engine.delivery import RequestUpdate
 from octavo.engine.request import Request
 from octavo.errors import ContentRuleError, InvalidRequestError
 from octavo.outputs import (

@@ -15,7 +15,8 @@ from octavo.attention.candidates import Selection
 from octavo.cache import kv_groups
 from octavo.checkpoint import Checkpoint, open_checkpoint, resolve_model
 from octavo.config import EngineConfig
-from octavo.engine.loop import Engine, EngineLimits
+from octavo.engine.limits import EngineLimits
+from octavo.engine.loop import Engine
 from octavo.errors import ConfigError, InsufficientMemoryError
 from octavo.frontend import Frontend
 from octavo.host import free_memory
