@@ -9,16 +9,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from cyclopts import Parameter
-
+from octavo.cli.bench.shared import Several
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
     from octavo.bench.attention import Cell
     from octavo.config import SplitMode
-
-Several = Parameter(consume_multiple=True, negative=())
 
 
 def attention(
