@@ -221,7 +221,7 @@ def describe_model(config: EngineConfig, checkpoint: Checkpoint) -> Model:
 
 
 def choose_device(config: EngineConfig) -> str:
-    """The device to run on; auto is the GPU where torch finds one."""
+    """The device to run on; auto is the GPU where NVIDIA's driver is loaded: torch isn't asked."""
     if config.device == "cpu" or not Path("/proc/driver/nvidia/version").exists():
         if config.device == "cuda":
             raise ConfigError("device is cuda, but there is no NVIDIA GPU here; use device cpu")
