@@ -17,11 +17,10 @@ import triton
 from torch import Tensor
 
 from octavo.attention.spec import AttentionSpec, Support
-from octavo.kernels.gluon import INTERPRETED
 from octavo.kernels.linear.tiles import MAX_ROWS
 from octavo.kernels.rope_attention.limits import NEEDS_HOPPER, refusal
 from octavo.kernels.rope_attention.triton_kernel import rope_attention_kernel
-from octavo.kernels.triton_launch import dependent_launches
+from octavo.kernels.triton_launch import INTERPRETED, dependent_launches
 
 PARTIALS = 32  # merged at a time, and of them
 VALUES = 128  # in a thread: more would be spilled
