@@ -145,18 +145,7 @@ def build_engine(config: EngineConfig, *, with_text: bool = True) -> Loaded:
     ]
     model = replace(model, config=replace(config, max_model_len=max_model_len))
     runtime, num_blocks = choice.runtime.load(model, choice.selections, num_blocks, lap)
-    on_gpu = model.device != "cpu"
-    overlapped = on_gpu if config.async_scheduling is None else config.async_scheduling
-    limits = EngineLimits(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=max_model_len,
-        block_size=config.block_size,
-        num_blocks=num_blocks,
-        enable_prefix_caching=config.enable_prefix_caching,
-        async_scheduling=overlapped,
-        deterministic=config.deterministic,
-    )
+    limits = _limits(model, max_model_len, num_blocks)
 
     def grammars() -> GrammarCompiler:
         from octavo.engine.grammar import GrammarCompiler  # 30 ms
@@ -271,6 +260,21 @@ def _plan_blocks(model: Model, choice: Choice) -> tuple[int, tuple[int, ...], st
             "room for more"
         )
         return fitting, plan(fitting), note
+
+
+def _limits(model: Model, max_model_len: int, num_blocks: tuple[int, ...]) -> EngineLimits:
+    config = model.config
+    on_gpu = model.device != "cpu"
+    return EngineLimits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        enable_prefix_caching=config.enable_prefix_caching,
+        async_scheduling=on_gpu if config.async_scheduling is None else config.async_scheduling,
+        deterministic=config.deterministic,
+    )
 
 
 def _free_memory(device: str) -> int:
