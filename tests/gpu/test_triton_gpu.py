@@ -90,6 +90,30 @@ def test_decode_features(window, mode, dtype):
     assert_right(spec, [3, 0, 5000, 16, 17, 1025], sinks=sinks, spread=3)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "shape",
+    [(16, 8, 128), (32, 8, 128), (64, 8, 128), (9, 3, 64), (14, 2, 64), (8, 4, 256), (16, 1, 128)],
+    ids=str,
+)
+def test_full_batches(shape, dtype):
+    """Enough lines for blocks of one warp; short ones, and one that many blocks read."""
+    heads, kv_heads, head_dim = shape
+    spec = gpu_spec(dtype=dtype, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
+    lens = [0, 1, 15, 16, 17, 31, 32, 33, 200, 700, 9000]
+    lens += [50] * (-(-512 // kv_heads) - len(lens))
+    assert_right(spec, lens)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 100, 1024])
+def test_full_batches_with_every_feature(window):
+    spec = gpu_spec(
+        window=window, soft_cap=20.0, has_sinks=True, num_kv_heads=8, num_heads=16, block_size=48
+    )
+    sinks = np.linspace(-2, 4, spec.num_heads, dtype=np.float32)
+    assert_right(spec, [3, 0, 5000, 16, 17, 1025] + [60] * 60, sinks=sinks, spread=3)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_prefill_shapes(shape, dtype):
@@ -202,11 +226,12 @@ def test_in_fixed_mode_a_row_is_bitwise_the_same_in_any_batch_and_for_any_slots(
         assert (lse == all_lse[some]).all()
 
 
+@pytest.mark.parametrize("lens", [[3000, 1, 0, 500, 129], [3000, 1, 0, 500] + [129] * 60], ids=len)
 @pytest.mark.parametrize("slots", [1, 2, 7, 16, 33, 76, 132, 264, 396, 1000])
-def test_any_number_of_slots_agrees_and_repeats_bitwise(slots):
-    """A moving result would be a race between the two kernels."""
+def test_any_number_of_slots_agrees_and_repeats_bitwise(slots, lens):
+    """A moving result would be a race between two kernels, or the blocks of one."""
     spec = gpu_spec(num_heads=32, num_kv_heads=8, head_dim=128)
-    rows = rounded(spec, make_rows(spec, [3000, 1, 0, 500, 129]))
+    rows = rounded(spec, make_rows(spec, lens))
     backend = TritonBackend(spec, slots)
     pool = fill_pool(spec, CANDIDATE.kv_layout(spec, num_blocks(rows)), backend, rows)
     q = torch.from_numpy(rows.q).cuda().bfloat16()

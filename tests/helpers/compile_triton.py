@@ -26,6 +26,7 @@ from triton.runtime.jit import JITFunction
 import octavo.kernels.kv_store.triton as kv_store
 import octavo.kernels.linear_fixed.triton as linear_fixed
 import octavo.kernels.split_attention.triton as split_attention
+import octavo.kernels.split_attention.triton_warps as split_warps
 from octavo.attention import AttentionSpec
 from octavo.kernels.paged_prefill.triton import paged_prefill
 
@@ -34,7 +35,8 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 ALL = {"window": 1000, "soft_cap": 20.0, "has_sinks": True}
 LLAMA = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
 
-# Between them, every pair of options that selects other code. ``fold``, ``rows``: not the spec's.
+# Between them, every pair of options that selects other code. Not the spec's: ``fold``, ``rows``,
+# ``full``.
 DECODE: dict[str, dict[str, Any]] = {
     "auto": {},
     "auto, all features": ALL | {"rows": 20},
@@ -61,6 +63,10 @@ DECODE: dict[str, dict[str, Any]] = {
     "fixed, 256": {"head_dim": 256, "split_tokens": 3008, "soft_cap": 20.0, "num_heads": 8},
     "auto, 9/3 x 64": {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
     "fixed, 9/3 x 64": {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "split_tokens": 256},
+    "full batch": {"full": True},
+    "full batch, all features": ALL | {"full": True},
+    "full batch, 9/3 x 64": {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "full": True},
+    "full batch, 256": {"num_heads": 8, "num_kv_heads": 4, "head_dim": 256, "full": True},
     "fixed, small tiles, no folds": {"split_tokens": 48, "fold": 1, "window": 1000},
 }
 PREFILL: dict[str, dict[str, Any]] = {
@@ -74,7 +80,7 @@ PREFILL: dict[str, dict[str, Any]] = {
 def main() -> None:
     driver.set_active(NoDevice())
     JITFunction.run = compile_only
-    for module in (split_attention, kv_store, linear_fixed):
+    for module in (split_attention, split_warps, kv_store, linear_fixed):
         module.dependent_launches = lambda: True
     results = {}
     for name, (launch, changes) in CASES.items():
@@ -125,10 +131,11 @@ def spec_and_caches(phase: str, changes: dict[str, Any]) -> tuple[AttentionSpec,
     return spec, [torch.empty(1, 16, spec.num_kv_heads, side, dtype=dtype) for side in sides]
 
 
-def decode(rows: int = 1, fold: int = 4, **changes) -> None:
+def decode(rows: int = 1, fold: int = 4, full: bool = False, **changes) -> None:
     mode = {"split_mode": "fixed"} if "split_tokens" in changes else {}
     spec, caches = spec_and_caches("decode", mode | changes)
-    tuning = replace(split_attention.default_tuning(spec), fold=fold)
+    tuning = None if full else replace(split_attention.default_tuning(spec), fold=fold)
+    rows = 256 if full else rows
     ints = torch.zeros(rows, 64, dtype=torch.int32)
     split_attention.split_decode(
         spec,

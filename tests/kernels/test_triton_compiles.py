@@ -28,6 +28,8 @@ KNOWN_STACK = {
     ("fixed", "split_kernel"): 8,
     ("fixed, all features", "split_kernel"): 8,
     ("fixed, 9/3 x 64", "split_kernel"): 40,
+    ("full batch", "warps_kernel"): 16,
+    ("full batch, all features", "warps_kernel"): 24,
     ("prefill", "_prefill_kernel"): 24,
 }
 
@@ -36,7 +38,7 @@ KNOWN_STACK = {
 def compiled() -> dict[str, dict]:
     """All cases from one process, without the interpreter that conftest.py asks for."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(TESTS)
+    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
     script = [sys.executable, "-m", "helpers.compile_triton"]
     done = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

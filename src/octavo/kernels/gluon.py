@@ -116,6 +116,7 @@ else:
         store=lambda *args, **how: tl.store(*args, **how),
         sum=lambda x, axis: tl.sum(x, axis),
         max=lambda x, axis: tl.max(x, axis),
+        associative_scan=lambda x, axis, combine: tl.associative_scan(x, axis, combine),
         maximum=lambda a, b: tl.maximum(a, b),
         minimum=lambda a, b: tl.minimum(a, b),
         where=lambda condition, a, b: tl.where(condition, a, b),

@@ -1,6 +1,8 @@
 """Split-KV decode attention over a paged cache, for CUDA through Triton: tuning, scratch, launch.
 
-One query token a row. ``triton_lines.py`` says how the work is shared out among the blocks.
+One query token a row. ``triton_lines.py`` says how the work is shared out among the blocks: of
+four warps each and with a merge kernel behind them, or in full batches of one
+(``triton_warps.py``).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from torch import Tensor
 from octavo.attention.spec import AttentionSpec
 from octavo.kernels.split_attention.triton_kernels import split_kernel
 from octavo.kernels.split_attention.triton_merge import merge_kernel
+from octavo.kernels.split_attention.triton_warps import fits, warps_decode
 from octavo.kernels.triton_launch import (
     attention_constants,
     dependent_launches,
@@ -26,6 +29,8 @@ from octavo.kernels.triton_launch import (
 WHOLE_LINE = 1 << 30  # unit of ``off``: no line is longer
 MAX_SHARES = 1 << 15  # the kernel finds its share in 32 bits
 MERGE_BLOCKS = 1 << 10  # more of them cost more than they gain
+FULL_BATCH = 512  # lines from which on blocks of one warp are faster
+WARP_SHARES = 6  # of them for each slot of the other kernel: twice what fits at once
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,7 @@ class Scratch:
     out: Tensor  # [places, G, Dv], fp32: sums of weighted values, not divided yet
     m: Tensor  # [places, G], in base 2
     l: Tensor  # [places, G]
+    counters: Tensor  # [lines] int32: partials of a line that are there, where blocks merge; zeros
     line_places: int
 
 
@@ -96,13 +102,15 @@ def make_scratch(
         line_places = groups * tuning.fold
         places = lines * line_places
     else:
-        places = 2 * max(lines, num_slots) if spec.split_mode == "auto" else 1
+        shares = max(lines, WARP_SHARES * num_slots)
+        places = 2 * shares if spec.split_mode == "auto" else 1
     shape = (places, spec.num_heads // spec.num_kv_heads)
     out, m, l = (
         torch.empty(*shape, *rest, dtype=torch.float32, device=spec.device)
         for rest in ((spec.v_head_dim,), (), ())
     )
-    return Scratch(out, m, l, line_places)
+    counters = torch.zeros(lines, dtype=torch.int32, device=spec.device)
+    return Scratch(out, m, l, counters, line_places)
 
 
 def num_shares(spec: AttentionSpec, num_rows: int, num_slots: int) -> int:
@@ -173,7 +181,8 @@ def split_decode(
     of blocks that hold visible keys are read; ``seq_lens`` [R] int32, the new token included;
     neither of these two written by the kernel launched just before; ``sinks`` [H]. ``num_slots``
     is about how many blocks to use (:func:`resident_slots`). A row of length 0 gets zeros and
-    ``lse`` -inf (its sink, where there is one).
+    ``lse`` -inf (its sink, where there is one). A ``tuning`` is one of the kernel of four warps,
+    which then takes full batches, too.
 
     Returns ``out`` [R, H, Dv] in q's dtype and ``lse`` [R, H] fp32. Launches only: nothing waits
     for the device, so it can be captured.
@@ -181,6 +190,22 @@ def split_decode(
     out, lse = outputs(spec, q, out, lse)
     num_rows, num_heads = q.shape[:2]
     if num_rows == 0:
+        return out, lse
+    if tuning is None and num_rows * spec.num_kv_heads >= FULL_BATCH and fits(spec):
+        shares = num_shares(spec, num_rows, WARP_SHARES * num_slots)
+        warps_decode(
+            spec,
+            q,
+            k_cache,
+            v_cache,
+            block_table,
+            seq_lens,
+            sinks,
+            out,
+            lse,
+            scratch=scratch,
+            shares=shares,
+        )
         return out, lse
     tuning = tuning or default_tuning(spec)
     shares = num_shares(spec, num_rows, num_slots)

@@ -1,0 +1,464 @@
+"""Split-KV decode attention by blocks of one warp, device side: for full batches.
+
+In a full batch it isn't the reading that is slow but what stands between two lines: to find the
+next one, its block table and its first keys are three loads that wait for one another. A block of
+four warps reads nothing meanwhile, and there are two of them to a multiprocessor; of blocks of one
+warp there are six, and no barrier between warps stands in their loop. The hardware deals out twice
+as many shares as it holds, so that none waits long for one that is slower.
+
+``triton_lines.py`` says who reads what, as in ``auto`` mode. Whoever leaves a line's last partial
+merges them: in a full batch lines are cut into two or three segments, if at all.
+"""
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, misc"
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
+
+from octavo.attention.spec import AttentionSpec
+from octavo.kernels.gluon import async_copy, constexpr_function, gl, jit, mma_v2
+from octavo.kernels.split_attention import triton_lines as of_lines
+from octavo.kernels.split_attention import triton_partials as of_partials
+from octavo.kernels.split_attention.triton_kernels import cap_scores as triton_cap_scores
+from octavo.kernels.triton_launch import attention_constants, dependent_launches, in_base_2
+
+if TYPE_CHECKING:
+    from octavo.kernels.split_attention.triton import Scratch
+
+line_of = jit(of_lines.line_of.fn)
+start_of_share = jit(of_lines.start_of_share.fn)
+share_of = jit(of_lines.share_of.fn)
+finish = jit(of_partials.finish.fn)
+leave = jit(of_partials.leave.fn)
+cap_scores = jit(triton_cap_scores.fn)
+
+PAGE = tl.constexpr(16)  # keys that surely lie side by side: the block size is a multiple
+STAGES = tl.constexpr(2)
+G = tl.constexpr(16)  # rows of a matrix product, of which a KV head's query heads are the first
+TILE_BYTES = 8192  # of keys, and as many of values
+SMALLEST_CUT = tl.constexpr(4)  # no line is cut that is at most so small a part of a share
+
+
+def fits(spec: AttentionSpec) -> bool:
+    """Whether the kernel can do a spec's decode."""
+    return (
+        spec.split_mode == "auto"
+        and spec.dtype == spec.kv_dtype
+        and getattr(torch, spec.dtype).itemsize == 2
+        and spec.head_dim == spec.v_head_dim
+        and spec.head_dim in (64, 128, 256)
+        and spec.num_heads // spec.num_kv_heads <= G.value
+        and spec.block_size % PAGE.value == 0
+    )
+
+
+def warps_decode(
+    spec: AttentionSpec,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    scratch: Scratch,
+    shares: int,
+) -> None:
+    """``split_decode`` (see there) by so many blocks of one warp, for a spec that fits."""
+    dependent = dependent_launches()
+    constants = attention_constants(spec, q, k_cache, v_cache, len(q))
+    wanted = ("K_STRIDES", "V_STRIDES", "NUM_KV_HEADS", "GROUP", "HEAD_DIM", "BLOCK_SIZE")
+    wanted += ("WINDOW", "SOFT_CAP", "SINKS", "BLOCK_ROWS")
+    warps_kernel[(shares,)](
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        seq_lens,
+        sinks,
+        out,
+        lse,
+        scratch.out,
+        scratch.m,
+        scratch.l,
+        scratch.counters,
+        *in_base_2(spec),
+        len(q),
+        *q.stride()[:2],
+        block_table.stride(0),
+        *out.stride()[:2],
+        **{name: constants[name] for name in wanted},
+        DEPENDENT=dependent,
+        PAGES=TILE_BYTES // (PAGE.value * spec.head_dim * 2),
+        num_warps=1,
+        launch_pdl=dependent,
+    )
+
+
+@jit(do_not_specialize=["num_rows", "stride_table"])
+def warps_kernel(
+    q,
+    k_cache,
+    v_cache,
+    block_table,
+    seq_lens,
+    sinks,
+    out,
+    lse,
+    part_out,
+    part_m,
+    part_l,
+    counters,
+    scale,  # times log2(e)
+    soft_cap,  # times log2(e)
+    num_rows,
+    stride_qr,
+    stride_qh,
+    stride_table,
+    stride_or,
+    stride_oh,
+    K_STRIDES: tl.constexpr,  # of block, token and head
+    V_STRIDES: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    DEPENDENT: tl.constexpr,  # launched before the kernel in front of it has ended
+    PAGES: tl.constexpr,  # of a tile
+    BLOCK_ROWS: tl.constexpr,
+):
+    """Grid: (shares,), of a warp each. A unit is a tile of ``PAGES`` pages."""
+    KEYS: tl.constexpr = PAGES * PAGE
+    MMA: tl.constexpr = score_layout()
+    QUERY: tl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    KEY: tl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    COPY: tl.constexpr = copy_layout(HEAD_DIM)
+    row_ids = gl.arange(0, BLOCK_ROWS, layout=row_layout(BLOCK_ROWS))
+    lens = gl.load(seq_lens + row_ids, mask=row_ids < num_rows, other=0)
+    _, _, units = line_of(lens, KEYS, WINDOW)
+    units = gl.where(row_ids < num_rows, units, 0)
+    row_ends = gl.associative_scan(units, 0, _add) * NUM_KV_HEADS
+    total = gl.sum(units, 0) * NUM_KV_HEADS
+    share = gl.program_id(0)
+    shares = gl.minimum(gl.num_programs(0), total)
+    unit = gl.minimum(start_of_share(share, total, shares), total)
+    share_end = gl.minimum(start_of_share(share + 1, total, shares), total)
+    longest_uncut = total // (gl.num_programs(0) * SMALLEST_CUT)
+
+    g = gl.arange(0, G, layout=gl.SliceLayout(1, MMA))
+    d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, MMA))
+    key_of_tile = gl.arange(0, KEYS, layout=gl.SliceLayout(0, MMA))
+    query_g = gl.arange(0, G, layout=gl.SliceLayout(1, COPY))
+    query_d = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, COPY))
+    TILE: tl.constexpr = tile_memory(HEAD_DIM)
+    k_tiles = gl.allocate_shared_memory(k_cache.dtype.element_ty, [STAGES, KEYS, HEAD_DIM], TILE)
+    v_tiles = gl.allocate_shared_memory(v_cache.dtype.element_ty, [STAGES, KEYS, HEAD_DIM], TILE)
+    # The last buffer is still free when a line begins.
+    query_tile = k_tiles.index(STAGES - 1).slice(0, G)
+    while unit < share_end:
+        row = gl.sum((row_ends <= unit).to(tl.int32), 0)
+        row_start = gl.max(gl.where(row_ends <= unit, row_ends, 0), 0)
+        seq_len = gl.load(seq_lens + row)
+        visible_from, first_unit, line_units = line_of(seq_len, KEYS, WINDOW)
+        head = (unit - row_start) // line_units
+        line_start = row_start + head * line_units
+        begin = unit - line_start
+        end = gl.minimum(line_units, share_end - line_start)
+        uncut = line_units <= longest_uncut
+        end = gl.where(uncut, line_units, end)
+        unit = line_start + end
+        finished_here = (begin == 0) & (end == line_units)
+        end = gl.where(uncut & (begin > 0), begin, end)  # read before
+
+        # From here on in keys: the segment is [start, stop).
+        start = gl.maximum(visible_from, (first_unit + begin) * KEYS)
+        stop = gl.minimum(seq_len, (first_unit + end) * KEYS)
+        row64 = row.to(gl.int64)
+        table = block_table + row64 * stride_table
+        k_head = k_cache + head.to(gl.int64) * K_STRIDES[2]
+        v_head = v_cache + head.to(gl.int64) * V_STRIDES[2]
+        first = (first_unit + begin) * KEYS
+        blocks = _blocks(table, first, start, stop, BLOCK_SIZE, PAGES)
+        if DEPENDENT:
+            gdc_wait()  # for queries, keys and values; there is no waiting after the first time
+        query = gl.load(
+            q
+            + row64 * stride_qr
+            + (head * GROUP + query_g)[:, None] * stride_qh
+            + query_d[None, :],
+            mask=(query_g < GROUP)[:, None],
+            other=0.0,
+        )
+        for i in gl.static_range(STAGES - 1):
+            ahead = first + i * KEYS
+            if ahead < stop:
+                for page in gl.static_range(PAGES):
+                    _copy_page(
+                        k_tiles.index(i).slice(page * PAGE, PAGE),
+                        v_tiles.index(i).slice(page * PAGE, PAGE),
+                        k_head,
+                        v_head,
+                        blocks[page],
+                        ahead + page * PAGE,
+                        start,
+                        stop,
+                        K_STRIDES,
+                        V_STRIDES,
+                        BLOCK_SIZE,
+                        HEAD_DIM,
+                    )
+                blocks = _blocks(table, ahead + KEYS, start, stop, BLOCK_SIZE, PAGES)
+            async_copy.commit_group()
+        query_tile.store(query)
+        gl.thread_barrier()
+        query = query_tile.load(QUERY)
+        m = gl.full([G], float("-inf"), gl.float32, layout=gl.SliceLayout(1, MMA))
+        # The sum of the weights, still apart for each place in a tile.
+        sums = gl.zeros([G, KEYS], gl.float32, layout=MMA)
+        acc = gl.zeros([G, HEAD_DIM], gl.float32, layout=MMA)
+        stage = 0
+        free = STAGES - 1
+        for position in range(first, stop, KEYS):
+            async_copy.wait_group(STAGES - 2)
+            gl.thread_barrier()
+            ahead = position + (STAGES - 1) * KEYS
+            if ahead < stop:
+                for page in gl.static_range(PAGES):
+                    _copy_page(
+                        k_tiles.index(free).slice(page * PAGE, PAGE),
+                        v_tiles.index(free).slice(page * PAGE, PAGE),
+                        k_head,
+                        v_head,
+                        blocks[page],
+                        ahead + page * PAGE,
+                        start,
+                        stop,
+                        K_STRIDES,
+                        V_STRIDES,
+                        BLOCK_SIZE,
+                        HEAD_DIM,
+                    )
+                blocks = _blocks(table, ahead + KEYS, start, stop, BLOCK_SIZE, PAGES)
+            async_copy.commit_group()
+            free = stage
+            k = k_tiles.index(stage).permute((1, 0)).load(KEY)
+            scores = mma_v2(query, k, gl.zeros([G, KEYS], gl.float32, layout=MMA))
+            # The scale is applied where the maximum is taken off, in one instruction.
+            factor = scale
+            if SOFT_CAP:
+                scores = cap_scores(scores * scale, soft_cap)
+                factor = 1.0
+            keys = position + key_of_tile
+            valid = keys < stop
+            if WINDOW:
+                valid &= keys >= start
+            scores = gl.where(valid[None, :], scores, float("-inf"))
+            new_m = gl.maximum(m, gl.max(scores, 1) * factor)
+            discount = gl.exp2(m - new_m)
+            weights = gl.exp2(scores * factor - new_m[:, None])
+            sums = sums * discount[:, None] + weights
+            m = new_m
+            v = v_tiles.index(stage).load(KEY)
+            weights = gl.convert_layout(weights.to(v.dtype), QUERY)
+            acc = mma_v2(weights, v, acc * discount[:, None])
+            stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
+        gl.thread_barrier()  # the last tile is read before the next line's queries overwrite it
+
+        l = gl.sum(sums, 1)
+        outs = out + row64 * stride_or
+        lses = lse + row64 * (NUM_KV_HEADS * GROUP)
+        first_head = head * GROUP
+        if finished_here:
+            heads = first_head + g
+            places = outs + heads * stride_oh
+            finish(acc, m, l, sinks, heads, places, lses + heads, g < GROUP, d, HEAD_DIM, SINKS)
+        elif begin < end:
+            # A share's second place is for the line that it ends in, its first for the line that
+            # it begins in.
+            place = 2 * share + (begin == 0).to(tl.int32)
+            parts = (part_out, part_m, part_l)
+            leave(parts, place * GROUP + g, (m, l, acc), g < GROUP, d, HEAD_DIM)
+            gl.thread_barrier()  # all threads have stored before one of them tells
+            first_share = share_of(line_start, total, shares)
+            count = share_of(line_start + line_units - 1, total, shares) - first_share + 1
+            counter = counters + row * NUM_KV_HEADS + head
+            if gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == count - 1:
+                gl.thread_barrier()
+                _merge_line(
+                    parts,
+                    first_share,
+                    count,
+                    sinks,
+                    first_head,
+                    outs,
+                    stride_oh,
+                    lses,
+                    GROUP,
+                    HEAD_DIM,
+                    SINKS,
+                )
+                gl.store(counter, 0)
+    if DEPENDENT:
+        gdc_wait()  # in every block, or this kernel could end before the one it follows
+
+
+@jit
+def _blocks(table, first, start, stop, BLOCK_SIZE: tl.constexpr, PAGES: tl.constexpr):
+    """The blocks of the pages of the tile at key ``first``; for a page without keys in [start,
+    stop) that of the nearest key there."""
+    last_block = gl.maximum(stop - 1, 0) // BLOCK_SIZE
+    blocks = ()
+    for page in gl.static_range(PAGES):
+        entry = gl.minimum((first + page * PAGE) // BLOCK_SIZE, last_block)
+        entry = gl.maximum(entry, start // BLOCK_SIZE)
+        blocks += (gl.load(table + entry, mask=start < stop, other=0),)
+    return blocks
+
+
+@jit
+def _copy_page(
+    k_page,
+    v_page,
+    k_head,
+    v_head,
+    block,
+    first,
+    start,
+    stop,
+    K_STRIDES: tl.constexpr,
+    V_STRIDES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Ask for a page's keys and values; those outside [start, stop) are zero."""
+    key = gl.arange(0, PAGE, layout=gl.SliceLayout(1, copy_layout(D)))
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, copy_layout(D)))
+    block64 = block.to(gl.int64)
+    slot = (first % BLOCK_SIZE).to(gl.int64)
+    k = k_head + (block64 * K_STRIDES[0] + slot * K_STRIDES[1])
+    v = v_head + (block64 * V_STRIDES[0] + slot * V_STRIDES[1])
+    k = k + (key[:, None] * K_STRIDES[1] + d[None, :])
+    v = v + (key[:, None] * V_STRIDES[1] + d[None, :])
+    if (first >= start) & (first + PAGE <= stop):
+        async_copy.async_copy_global_to_shared(k_page, k)
+        async_copy.async_copy_global_to_shared(v_page, v)
+    else:
+        keys = (first + key)[:, None] + d[None, :] * 0
+        there = (keys >= start) & (keys < stop)
+        async_copy.async_copy_global_to_shared(k_page, k, mask=there)
+        async_copy.async_copy_global_to_shared(v_page, v, mask=there)
+
+
+@jit
+def _merge_line(
+    parts,
+    first_share,
+    count,
+    sinks,
+    first_head,
+    outs,
+    stride_oh,
+    lses,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """The merge of ``attention/merge.py`` for a KV head's query heads: their line's ``count``
+    partials in the order of their keys, ``MERGED`` at a time."""
+    part_out, part_m, part_l = parts
+    HEADS: tl.constexpr = next_power_of_2(GROUP)
+    MERGED: tl.constexpr = merged_at_a_time(HEADS, D)
+    PARTS: tl.constexpr = merge_layout(MERGED, HEADS, D)
+    OF_PARTS: tl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, PARTS))  # of their heads
+    OF_HEADS: tl.constexpr = gl.SliceLayout(0, PARTS)  # of what becomes of them
+    s = gl.arange(0, MERGED, layout=gl.SliceLayout(1, gl.SliceLayout(2, PARTS)))
+    part_head = gl.arange(0, HEADS, layout=OF_PARTS)
+    column = gl.arange(0, D, layout=gl.SliceLayout(0, gl.SliceLayout(1, PARTS)))
+    h = gl.arange(0, HEADS, layout=gl.SliceLayout(1, OF_HEADS))
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, OF_HEADS))
+    m = gl.full(
+        [HEADS], float("-inf"), gl.float32, layout=gl.SliceLayout(0, gl.SliceLayout(2, PARTS))
+    )
+    l = gl.zeros([HEADS], gl.float32, layout=gl.SliceLayout(0, gl.SliceLayout(2, PARTS)))
+    acc = gl.zeros([HEADS, D], gl.float32, layout=OF_HEADS)
+    for i in range(0, count, MERGED):
+        # Read past the L1, where older ones may lie. See the kernel for the places.
+        part = 2 * first_share + gl.maximum(2 * (i + s), 1)
+        place = part[:, None] * GROUP + part_head[None, :]
+        there = (i + s < count)[:, None] & (part_head < GROUP)[None, :]
+        part_max = gl.load(part_m + place, mask=there, other=float("-inf"), cache_modifier=".cg")
+        part_sum = gl.load(part_l + place, mask=there, other=0.0, cache_modifier=".cg")
+        values = gl.load(
+            part_out + (place.to(gl.int64)[:, :, None] * D + column[None, None, :]),
+            mask=there[:, :, None] & (column >= 0)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_m = gl.maximum(m, gl.max(part_max, 0))
+        yardstick = gl.where(new_m == float("-inf"), 0.0, new_m)  # of heads that only pad
+        weights = gl.exp2(part_max - yardstick[None, :])
+        discount = gl.exp2(m - yardstick)
+        l = l * discount + gl.sum(part_sum * weights, 0)
+        scaled = gl.convert_layout(discount, gl.SliceLayout(1, OF_HEADS))
+        acc = acc * scaled[:, None] + gl.sum(values * weights[:, :, None], 0)
+        m = new_m
+    m = gl.convert_layout(m, gl.SliceLayout(1, OF_HEADS))
+    l = gl.convert_layout(l, gl.SliceLayout(1, OF_HEADS))
+    heads = first_head + h
+    places = outs + heads * stride_oh
+    finish(acc, m, l, sinks, heads, places, lses + heads, h < GROUP, d, D, SINKS)
+
+
+@jit
+def _add(a, b):
+    return a + b
+
+
+@constexpr_function
+def next_power_of_2(n):
+    return 1 << (n - 1).bit_length()
+
+
+@constexpr_function
+def merged_at_a_time(heads, D):
+    """So many that a thread holds 64 numbers of them."""
+    return max(2, min(16, 2048 // (heads * D)))
+
+
+@constexpr_function
+def row_layout(rows):
+    return gl.BlockedLayout([max(1, rows // 32)], [32], [1], [0])
+
+
+@constexpr_function
+def score_layout():
+    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
+
+
+@constexpr_function
+def copy_layout(D):
+    """Of a page [keys, D] on its way to shared memory: 16 bytes a thread."""
+    across = min(32, D // 8)
+    return gl.BlockedLayout([1, 8], [32 // across, across], [1, 1], [1, 0])
+
+
+@constexpr_function
+def merge_layout(parts, heads, D):
+    """Of partials [parts, heads, D]: a thread has all of them, of a few columns."""
+    return gl.BlockedLayout([parts, heads, D // 32], [1, 1, 32], [1, 1, 1], [2, 1, 0])
+
+
+@constexpr_function
+def tile_memory(D):
+    """Rows of D 16-bit elements without bank conflicts for eight rows at a time."""
+    return gl.SwizzledSharedLayout(8, max(1, 64 // D), min(8, D // 8), [1, 0])
