@@ -3,10 +3,11 @@
     python bench/gpu_engine.py [PART ...] [--models 0.6b,8b] [--budget-s 300] [--out FILE]
 
 Parts: ``tpot`` (one stream: TTFT and ms a token at several contexts), ``nano`` (nano-vllm's
-benchmark: 256 requests, input and output 100 to 1,024 random, temperature 0.6), ``steps`` (host
-time a step and idle share of the GPU at several batch sizes), ``deterministic`` (what that mode
-costs beside the fast one: ms a token of 1 and of 64 streams, TTFT of 8K, nano-vllm's benchmark).
-A line a figure, JSON at the end.
+benchmark: 256 requests, input and output 100 to 1,024 random, temperature 0.6), ``steps`` (ms a
+token of many streams and the host's part of it, fused at any number of rows and unfused), ``host``
+(host time a step and idle share of the GPU at several batch sizes), ``deterministic`` (what that
+mode costs beside the fast one: ms a token of 1 and of 64 streams, TTFT of 8K, nano-vllm's
+benchmark). A line a figure, JSON at the end.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import random
 import tempfile
 import time
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -38,8 +40,11 @@ class Bench:
         return self.deadline - time.monotonic()
 
     def note(self, name: str, value: object) -> None:
-        self.found[name] = value
         print(f"{name}: {value}", flush=True)
+        self.keep(name, value)
+
+    def keep(self, name: str, value: object) -> None:
+        self.found[name] = value
         if self.arguments.out:
             Path(self.arguments.out).write_text(json.dumps(self.found))
 
@@ -249,9 +254,76 @@ class Bench:
                 found[f"nano tok/s, turn {turn}"] = generated / seconds
         return found
 
-    # ---- inside a step
+    # ---- up to how many rows steps should be fused
 
     def steps(self, model: str) -> None:
+        from octavo.runtime import cuda_fused
+
+        streams, lengths = self.arguments.streams, self.arguments.lengths
+        most_rows = cuda_fused.most_rows
+        cuda_fused.most_rows = lambda spec: max(streams)
+        options = {"max_num_seqs": 256, "max_num_batched_tokens": self.arguments.batched_tokens}
+        options |= {"max_model_len": max(lengths) + 512, "enable_prefix_caching": False}
+        try:
+            with self.llm(model, **options) as llm:
+                print(
+                    "context streams | fused ms, host us (CPU) | unfused ms, host us (CPU) | ratio"
+                )
+                for length in lengths:
+                    for count in streams:
+                        if self.left() > 8:
+                            self.fused_and_unfused(llm, model, count, length)
+        finally:
+            cuda_fused.most_rows = most_rows
+
+    def fused_and_unfused(self, llm, model: str, count: int, length: int) -> None:
+        """The same streams go on by turns: medians of steps, which leave out those that capture."""
+        from octavo import SamplingParams
+
+        rng, warm, timed = random.Random(0), 6, 24
+        params = SamplingParams(temperature=0.6, max_tokens=500, ignore_eos=True)
+        prompts = [[rng.randrange(500) for _ in range(length)] for _ in range(count)]
+        running = [llm._prepare({"prompt_token_ids": ids}, params) for ids in prompts]
+        for submission in running:
+            llm._start(submission)
+        while not all(one.output.outputs[0].token_ids for one in running):
+            llm._step()
+        runtime = llm._engine._runtime
+        ways = runtime._fused
+        found: dict[bool, list[dict[str, float]]] = {True: [], False: []}
+        for fused in (True, False, False, True):
+            runtime._fused = ways if fused else []
+            for _ in range(warm):
+                llm._step()
+            clock, ends = HostClock(llm), [time.perf_counter()]
+            for _ in range(timed):
+                llm._step()
+                ends.append(time.perf_counter())
+            host = clock.close()
+            ms = median(b - a for a, b in pairwise(ends)) * 1e3
+            found[fused].append(
+                {"ms": ms, "host": host["host_us_median"], "cpu": host["host_cpu_us_median"]}
+            )
+        runtime._fused = ways
+        for submission in running:
+            llm._abort(submission)
+        means = {
+            fused: {name: sum(turn[name] for turn in turns) / len(turns) for name in turns[0]}
+            for fused, turns in found.items()
+        }
+        columns = [
+            f"{one['ms']:8.3f} {one['host']:6.0f} ({one['cpu']:.0f})" for one in means.values()
+        ]
+        ratio = means[True]["ms"] / means[False]["ms"]
+        print(f"{length:7} {count:7} | {columns[0]} | {columns[1]} | {ratio:.3f}", flush=True)
+        self.keep(
+            f"steps {model} context {length} streams {count}",
+            {"fused": means[True], "unfused": means[False], "ratio": round(ratio, 3)},
+        )
+
+    # ---- inside a step
+
+    def host(self, model: str) -> None:
         from octavo import SamplingParams
 
         with self.llm(
@@ -273,7 +345,7 @@ class Bench:
                     llm.generate(prompts, params, use_tqdm=False)
                     seconds = time.perf_counter() - began
                     self.note(
-                        f"steps {model} batch {batch} {'filtered' if len(settings) == 2 else ''}",
+                        f"host {model} batch {batch} {'filtered' if len(settings) == 2 else ''}",
                         {
                             "ms_a_step": round(seconds * 10, 3),
                             **clock.close(),
@@ -329,29 +401,37 @@ class Bench:
 
 
 class HostClock:
-    """Where the host's time in a step goes: it hooks the engine's calls until it is closed."""
+    """Where the host's time in a step goes: it hooks the engine's calls until it is closed.
+
+    The host's part of a step is what it doesn't wait for the device in ``wait``. Wall time is told,
+    and CPU time of the thread: where a call of the driver waits asleep, the two part."""
 
     def __init__(self, llm) -> None:
-        self.times: dict[str, list[float]] = {}
+        self.times: dict[str, list[tuple[float, float]]] = {}  # of each call: wall, CPU
         self.undo = []
         engine = llm._engine
         self._hook(engine, "step")
         self._hook(engine._runtime, "forward")
         self._hook(engine._runtime, "sample")
         self._hook(engine._runtime, "wait")
+        if hasattr(engine._runtime, "_graphs"):
+            self._hook(engine._runtime._graphs, "run")
+            self._hook(engine._runtime._upload, "array")
         self._hook(engine._scheduler, "schedule")
         self._hook(engine, "_sampling_batch")
         self._hook(llm._frontend, "process")
 
     def _hook(self, owner, name: str) -> None:
         inner = getattr(owner, name)
+        times = self.times.setdefault(name, [])
 
         def timed(*args, **kwargs):
-            began = time.perf_counter()
+            began, cpu_began = time.perf_counter(), time.thread_time()
             try:
                 return inner(*args, **kwargs)
             finally:
-                self.times.setdefault(name, []).append(time.perf_counter() - began)
+                cpu = time.thread_time() - cpu_began
+                times.append((time.perf_counter() - began, cpu))
 
         setattr(owner, name, timed)
         self.undo.append((owner, name))
@@ -359,27 +439,36 @@ class HostClock:
     def close(self) -> dict[str, object]:
         for owner, name in self.undo:
             delattr(owner, name)
-        means = {name: sum(times) / len(times) * 1e6 for name, times in self.times.items()}
-        us = {name: round(median(times) * 1e6, 1) for name, times in self.times.items()}
+        times = {name: calls for name, calls in self.times.items() if calls}
         steps = [
-            (step - wait + process) * 1e6
+            [(step[clock] - wait[clock] + process[clock]) * 1e6 for clock in (0, 1)]
             for step, wait, process in zip(
-                self.times["step"], self.times["wait"], self.times["process"], strict=False
+                times["step"], times["wait"], times["process"], strict=False
             )
         ]
+        wall, cpu = (round(median(one[clock] for one in steps), 1) for clock in (0, 1))
         return {
-            "host_us_median": round(median(steps), 1),
-            "us_median": us,
-            "us_mean": {name: round(value, 1) for name, value in means.items()},
+            "host_us_median": wall,
+            "host_cpu_us_median": cpu,
+            "us_median": {
+                name: [round(median(call[clock] for call in calls) * 1e6, 1) for clock in (0, 1)]
+                for name, calls in times.items()
+            },
+            "us_mean": {
+                name: round(sum(call[0] for call in calls) / len(calls) * 1e6, 1)
+                for name, calls in times.items()
+            },
         }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", default=["tpot", "nano", "steps"])
+    parser.add_argument("parts", nargs="*", default=["tpot", "nano", "steps", "host"])
     parser.add_argument("--models", default="0.6b,8b", type=lambda text: text.split(","))
     parser.add_argument("--contexts", default="128,8192,32768", type=numbers)
     parser.add_argument("--batches", default="1,16,64,256", type=numbers)
+    parser.add_argument("--streams", default="16,17,24,32,48,64,96,128", type=numbers)
+    parser.add_argument("--lengths", default="300,2100", type=numbers, help="of those streams")
     parser.add_argument("--batched-tokens", default=8192, type=int)
     parser.add_argument("--turns", default=2, type=int)
     parser.add_argument("--top", default=12, type=int)

@@ -48,17 +48,16 @@ def load(folder: Path, **options) -> Driver:
     checkpoint = open_checkpoint(folder)
     spec = check_weights(spec_from_config(checkpoint.config), checkpoint)
     groups = kv_groups(spec)
-    config = EngineConfig(
-        max_model_len=512, max_num_seqs=20, num_gpu_blocks_override=128, **options
-    )
+    sizes = {"max_model_len": 512, "max_num_seqs": 20, "num_gpu_blocks_override": 128}
+    config = EngineConfig(**sizes | options)
     described = Model(spec, checkpoint, groups, config, "cuda")
     choice = choose_runtime(described)
-    blocks = (128,) * len(groups)
+    blocks = (config.num_gpu_blocks_override,) * len(groups)
     runtime, _ = choice.runtime.load(described, choice.selections, blocks, lambda part: None)
     for layer in runtime.layers:
         layer.k_cache.fill_(float("nan"))
         layer.v_cache.fill_(float("nan"))
-    driver = Driver(runtime, groups, config.block_size, 128)
+    driver = Driver(runtime, groups, config.block_size, blocks[0])
     assert choice.runtime.name == ("eager" if config.enforce_eager else "cuda")
     return driver
 
@@ -129,6 +128,49 @@ def test_mixed_batches(model: Path) -> None:
         for i, logits in enumerate(driver.step(chunks)):
             at = rows[i].length - 1
             assert relative_error(logits, truth(i)[at : at + 1]) < 1e-4
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Layers of Qwen3-0.6B's shape."""
+    folder = tmp_path_factory.mktemp("wide")
+    return family(
+        folder,
+        "qwen3",
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+    )
+
+
+def test_fused_steps_of_many_rows_are_no_worse_than_the_librarys(wide: Path) -> None:
+    """Of 17 to 64 rows, as long as one share of their histories or two: kernel by kernel, captured,
+    and from the graph."""
+    reference = reference_logits(wide, IDS)
+    errors: dict[bool, list[float]] = {}
+    for fused in (True, False):
+        driver = load(wide, dtype="bfloat16", max_num_seqs=64, num_gpu_blocks_override=1024)
+        if not fused:
+            driver.runtime._fused = []
+        rows = [driver.sequence() for _ in range(64)]
+        prompts = [IDS[: 1 + 37 * i % 280] for i in range(64)]
+        for first in range(0, 64, 8):
+            part = slice(first, first + 8)
+            driver.step(list(zip(rows[part], prompts[part], strict=True)), "last")
+        errors[fused] = []
+        for count in [17, 17, 17, 32, 32, 33, 33, 64, 64, 64]:
+            way = driver.runtime._fused_of(count)
+            assert (way is not None) == fused
+            assert way is None or (way.max_rows == 64 and not way.has_head)
+            found = driver.step([(row, [IDS[row.length]]) for row in rows[:count]])
+            wanted = [reference[row.length - 1 : row.length] for row in rows[:count]]
+            worst = max(relative_error(*pair) for pair in zip(found, wanted, strict=True))
+            assert worst < 0.1
+            errors[fused].append(float(np.sqrt(np.mean((np.array(found) - np.array(wanted)) ** 2))))
+    print("bf16 errors, fused and not:", errors)
+    assert max(errors[True]) < 1.1 * max(errors[False])
 
 
 # ---- sampling

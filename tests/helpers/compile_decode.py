@@ -182,6 +182,7 @@ CASES: dict[str, Callable[[], None]] = {
     "attention, one share, LSE": lambda: attention(128, with_lse=True),
     "attention, many shares, LSE": lambda: attention(8192, with_lse=True),
     "attention, fixed shares, LSE": lambda: attention(8192, 4, with_lse=True, share=256),
+    "attention, 64 rows in shares": lambda: attention(1000, 64, share=256, num_heads=16),
     "attention, a fixed share with a window, 64": lambda: attention(
         100, with_lse=True, share=304, num_heads=9, num_kv_heads=3, head_dim=64, window=100
     ),
@@ -191,6 +192,7 @@ CASES: dict[str, Callable[[], None]] = {
     "fixed norm_linear, 256 rows, bias": lambda: fixed_qkv(256, 4096, 1024, bias=zeros(4096)),
     "fixed norm_gate_up, 16 rows": lambda: fixed_gate_up(16, 3072, 1024),
     "fixed norm_gate_up, 32 rows": lambda: fixed_gate_up(32, 3072, 1024),
+    "fixed norm_gate_up, 64 rows": lambda: fixed_gate_up(64, 3072, 1024),
     "fixed norm_gate_up, 256 rows, all features": lambda: fixed_gate_up(
         256, 4864, 896, activation="gelu_tanh", bias=zeros(9728)
     ),

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,8 +28,9 @@ from octavo.engine.loop import Engine
 from octavo.engine.request import Request
 from octavo.models.families import spec_from_config
 from octavo.models.weights import check_weights
-from octavo.runtime.candidates import Model
+from octavo.runtime.candidates import Model, choose_attention
 from octavo.runtime.cuda import batch_buckets
+from octavo.runtime.cuda_fused import fused_ways
 from octavo.runtime.cuda_load import run_largest_steps, shortened, warm_up
 
 torch.set_num_threads(1)
@@ -156,19 +158,51 @@ def test_damaged_weights_end_rows_alone(model: Path) -> None:
     assert "not finite" in update.error
 
 
-def test_fused_decode_of_few_rows(tmp_path: Path) -> None:
-    """In bfloat16, beside the same steps without fused kernels."""
-    model = family(tmp_path, "qwen3")
+@pytest.mark.parametrize(("count", "has_head"), [(3, True), (17, False)])
+def test_fused_decode(tmp_path: Path, count: int, has_head: bool) -> None:
+    """In bfloat16, beside the same steps without fused kernels: few rows, and more."""
+    model = family(tmp_path, "qwen3", num_hidden_layers=2, intermediate_size=128)
     reference = reference_logits(model, IDS[:40])
     found = {}
     for fused in (False, True):
-        driver = load(model, dtype="bfloat16", fused=fused)
-        rows = [driver.sequence() for _ in range(3)]
-        driver.step([(row, IDS[: 30 + i]) for i, row in enumerate(rows)], "last")
+        driver = load(model, dtype="bfloat16", fused=fused, max_rows=20)
+        way = driver.runtime._fused_of(count)
+        assert (way is not None) == fused
+        assert way is None or way.has_head == has_head
+        rows = [driver.sequence() for _ in range(count)]
+        driver.step([(row, IDS[: 1 + i % 4]) for i, row in enumerate(rows)], "last")
         found[fused] = driver.step([(row, [IDS[row.length]]) for row in rows])
         for row, logits in zip(rows, found[fused], strict=True):
             assert relative_error(logits, reference[row.length - 1 : row.length]) < 0.05
     assert any((a != b).any() for a, b in zip(found[False], found[True], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "fast", "deterministic"),
+    [
+        ({}, [16, 64], [200]),
+        ({"hidden_size": 2048}, [16], [200]),
+        ({"hidden_size": 4096}, [8], []),
+        ({"intermediate_size": 136}, [16], []),
+        ({"post_norms": True}, [], []),
+    ],
+)
+def test_how_many_rows_are_fused(
+    tmp_path: Path, changes: dict[str, Any], fast: list[int], deterministic: list[int]
+) -> None:
+    folder = open_checkpoint(family(tmp_path, "qwen3", intermediate_size=128))
+    spec = replace(spec_from_config(folder.config), **changes)
+    for is_fixed, rows in ((False, fast), (True, deterministic)):
+        config = EngineConfig(attention_backend="triton", deterministic=is_fixed)
+        [selection] = choose_attention(
+            config, spec, kv_groups(spec), "cuda", "bfloat16", "bfloat16"
+        )
+        ways = fused_ways(
+            spec, torch.bfloat16, [selection.decode_spec], 200, deterministic=is_fixed
+        )
+        assert [way.max_rows for way in ways] == rows
+        if len(rows) == 2:  # few rows are cut alike, more in shares
+            assert [way.attention_specs[0].split_mode for way in ways] == ["auto", "fixed"]
 
 
 @pytest.mark.parametrize("model", ["gemma3"], indirect=True)

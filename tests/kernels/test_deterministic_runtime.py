@@ -77,7 +77,7 @@ def engine_of(model: Path, tokens: int, blocks: int, overlapped: bool) -> Engine
         max_rows=4,
         deterministic=True,
     )
-    assert (driver.runtime._fused is None) == (driver.runtime.dtype is torch.float32)
+    assert bool(driver.runtime._fused) == (driver.runtime.dtype is torch.bfloat16)
     limits = EngineLimits(
         max_num_seqs=4,
         max_num_batched_tokens=tokens,

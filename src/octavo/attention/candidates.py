@@ -25,7 +25,7 @@ from octavo.attention.spec import (
     Support,
 )
 from octavo.errors import ConfigError
-from octavo.kernels.linear.tiles import MAX_ROWS
+from octavo.kernels.linear.tiles import MOST_ROWS
 
 # First choice first. The class of a candidate stands in the module of its name.
 ORDER: dict[Phase, tuple[str, ...]] = {
@@ -42,7 +42,7 @@ CLASSES = {
     "triton": "TritonCandidate",
 }
 # Those that serve decode steps of so many rows at most, beside one that serves all others.
-ROW_LIMITS = {"fused": MAX_ROWS}
+ROW_LIMITS = {"fused": MOST_ROWS}
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from octavo.kernels.step_inputs.triton import unpack
 from octavo.models.decoder import StageName, cover, lower
 from octavo.models.rope import inverse_frequencies
 from octavo.models.spec import DecoderSpec, RopeSpec
-from octavo.runtime.cuda_fused import Cuts, FusedDecode, supports
+from octavo.runtime.cuda_fused import Cuts, FusedDecode, fused_ways
 from octavo.runtime.cuda_linears import LIBRARY, fixed_linears
 from octavo.runtime.cuda_step import GroupStep, Step
 from octavo.runtime.device_sampling import DeviceSampler, Handle
@@ -89,9 +89,9 @@ class CudaRuntime:
     """A model on a GPU: its weights, its KV pools, and the ops for its stages.
 
     ``attention`` has the candidates of each KV group, whose pools lie as block, token, head, dim.
-    ``graphs`` off launches every step op by op; ``fused`` off has no fused kernels for few rows.
-    ``deterministic`` has fused ones for any number of rows where it can; its attention must be of
-    kernels that don't look at the batch.
+    ``graphs`` off launches every step op by op. ``fused`` off has no fused decode steps but
+    deterministic ones, which are fused in any number of rows wherever they can be; attention must
+    then be of kernels that don't look at the batch.
     """
 
     def __init__(
@@ -145,17 +145,11 @@ class CudaRuntime:
         self._graphs = Graphs(graphs)
         self._sampler = DeviceSampler(self._logits, self._buckets, self._graphs)
         specs = [one.decode.spec for one in attention]
-        self._fused: FusedDecode | None = None
-        if (fused or deterministic) and supports(spec, self.dtype, specs, fixed=deterministic).ok:
-            self._fused = FusedDecode(
-                spec,
-                weights,
-                layers,
-                specs,
-                self._inputs,
-                self._rope,
-                fixed_rows=limits.rows if deterministic else 0,
-            )
+        ways = fused_ways(spec, self.dtype, specs, limits.rows, deterministic=deterministic)
+        self._fused = [
+            FusedDecode(way, spec, weights, layers, self._inputs, self._rope)
+            for way in (ways if fused or deterministic else [])
+        ]
         with self._on_device():  # the largest scratch, once
             self._plans = {self._buckets[-1]: self._decode_groups(self._buckets[-1])}
 
@@ -225,11 +219,13 @@ class CudaRuntime:
 
     # ---- steps in which every row decodes
 
+    def _fused_of(self, rows: int) -> FusedDecode | None:
+        """What fuses decode steps of so many rows, if anything does."""
+        return next((fused for fused in self._fused if rows <= fused.max_rows), None)
+
     def _decode_key(self, bucket: int, longest: int) -> tuple[int, Cuts | None]:
-        fused = self._fused
-        if fused is None or bucket > fused.max_rows:
-            return bucket, None
-        return bucket, fused.cuts(bucket, longest)
+        fused = self._fused_of(bucket)
+        return bucket, None if fused is None else fused.cuts(bucket, longest)
 
     def _decode(self, bucket: int, longest: int) -> None:
         key = self._decode_key(bucket, longest)
@@ -237,15 +233,17 @@ class CudaRuntime:
 
     def _launch_decode(self, bucket: int, cuts: Cuts | None) -> None:
         self._unpack(bucket, bucket)
-        if self._fused is None or cuts is None or self._deterministic:
-            self._head(self._decoded(bucket, cuts), self._logits[:bucket])
+        fused, logits = self._fused_of(bucket), self._logits[:bucket]
+        if fused is not None and cuts is not None and fused.has_head:
+            fused.launch(bucket, cuts, logits)
         else:
-            self._fused.launch(bucket, cuts, self._logits[:bucket])
+            self._head(self._decoded(bucket, cuts), logits)
 
     def _decoded(self, rows: int, cuts: Cuts | None) -> Tensor:
         """The head's input [rows, hidden] for the step's first rows, which decode."""
-        if self._fused is not None and cuts is not None:
-            x = self._fused.launch_layers(rows, cuts)
+        fused = self._fused_of(rows)
+        if fused is not None and cuts is not None:
+            x = fused.launch_layers(rows, cuts)
             normed = add_rms_norm(x, self._weights.final_norm, self.spec.norm_eps, dtype=self.dtype)
             assert normed is not None
             return normed

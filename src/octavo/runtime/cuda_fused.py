@@ -1,25 +1,27 @@
-"""Decode steps of a few rows in five launches a layer, for the ``cuda`` runtime.
+"""Decode steps in five launches a layer, for the ``cuda`` runtime.
 
-A small step is bound by the number of kernels that wait for one another, not by their bytes. Each
-kernel here covers several stages and begins before the one in front has ended. The residual stream
-is float32. A norm is done in two halves: whoever writes ``x`` also writes ``h``, x times the weight
-of the norm that comes next, and its sums of squares; whoever reads ``h`` scales the product.
+A step of few rows is bound by the number of kernels that wait for one another, not by their bytes.
+Each kernel here covers several stages and begins before the one in front has ended. The residual
+stream is float32. A norm is done in two halves: whoever writes ``x`` also writes ``h``, x times the
+weight of the norm that comes next, and its sums of squares; whoever reads ``h`` scales the product.
 
-Deterministic, steps of any number of rows go this way, by kernels whose sums are fixed.
+There are two sets of products. Those of few rows are best up to 16. Those in fixed sums take any
+number of rows: deterministic, every step goes by them, else steps of up to some 64, from where on
+the library's are faster.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from octavo.attention.spec import AttentionSpec, Support
+from octavo.attention.spec import AttentionSpec
 from octavo.kernels.embed.triton import embed
 from octavo.kernels.embed.triton import square_columns as embed_squares
-from octavo.kernels.linear.tiles import MAX_ROWS
+from octavo.kernels.linear.tiles import MAX_ROWS, MOST_ROWS
 from octavo.kernels.linear_add import triton as add
 from octavo.kernels.linear_fixed import fused as fixed
 from octavo.kernels.norm_gate_up import triton as gate_up
@@ -32,6 +34,8 @@ from octavo.runtime.fused_limits import refusal
 from octavo.runtime.torch_weights import DecoderTensors
 
 Cuts = tuple[attention.Cut, ...]  # of each KV group
+
+SHARE = 256  # keys; with 128 deterministic steps were slower
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,15 @@ FIXED = Products(fixed.norm_linear, fixed.norm_gate_up, fixed.linear_add, fixed.
 
 
 @dataclass(frozen=True)
+class Way:
+    """How steps of up to ``max_rows`` rows are fused; ``attention_specs`` are of each KV group."""
+
+    max_rows: int
+    products: Products
+    attention_specs: Sequence[AttentionSpec]
+
+
+@dataclass(frozen=True)
 class _Buffers:
     """What the kernels of a step of M rows hand on."""
 
@@ -62,22 +75,45 @@ class _Buffers:
     ffn: Tensor  # [M, intermediate]
 
 
-def supports(
+def fused_ways(
     spec: DecoderSpec,
     dtype: torch.dtype,
     attention_specs: Sequence[AttentionSpec],
+    max_rows: int,
     *,
-    fixed: bool = False,
-) -> Support:
-    """Whether steps of few rows can be carried out so, or ``fixed`` steps of any; if not, why."""
-    split_mode = "auto" if fixed else attention_specs[0].split_mode
-    reason = refusal(spec, str(dtype).removeprefix("torch."), split_mode)
-    if fixed and not reason:
-        reason = _fixed_refusal(spec)
-    if reason:
-        return Support(False, reason)
-    parts = [attention.supports(one, 1) for one in attention_specs]
-    return next((part for part in parts if not part.ok), Support(True))
+    deterministic: bool,
+) -> list[Way]:
+    """How a model's decode steps of up to ``max_rows`` rows can be fused: a step goes the first way
+    that has room for its rows, or unfused where none has. Deterministic, all go one way or none
+    does; attention must be in ``fixed`` splits."""
+    split_mode = "auto" if deterministic else attention_specs[0].split_mode
+    if refusal(spec, str(dtype).removeprefix("torch."), split_mode):
+        return []
+    if not all(attention.supports(one).ok for one in attention_specs):
+        return []
+    if deterministic:
+        return [] if _fixed_refusal(spec) else [Way(max_rows, FIXED, attention_specs)]
+    # At 16 rows of Qwen3-8B the library's four products take 112 us a layer, ours 141.
+    few_rows = MAX_ROWS if spec.hidden_size < 4096 else MAX_ROWS // 2
+    ways = [Way(few_rows, FEW_ROWS, attention_specs)]
+    if max_rows > few_rows and most_rows(spec) and not _fixed_refusal(spec):
+        ways.append(Way(most_rows(spec), FIXED, [_in_shares(one) for one in attention_specs]))
+    return ways
+
+
+def most_rows(spec: DecoderSpec) -> int:
+    """Up to how many rows fixed products are taken where they needn't be. In blocks of 32 by 32
+    they read the weights of a step of 64 rows four times over, from the L2: too slow where weights
+    are large. Only Qwen3-0.6B was measured; ``bench/gpu_engine.py steps`` measures others."""
+    return MOST_ROWS if spec.hidden_size <= 1024 else 0
+
+
+def _in_shares(spec: AttentionSpec) -> AttentionSpec:
+    """For many rows: cut after every few keys, a long row has more blocks than a short one, where
+    ``auto`` would give each the same number."""
+    if spec.split_mode == "off":
+        return spec
+    return replace(spec, split_mode="fixed", split_tokens=SHARE)
 
 
 def _fixed_refusal(spec: DecoderSpec) -> str:
@@ -89,40 +125,34 @@ def _fixed_refusal(spec: DecoderSpec) -> str:
 
 
 class FusedDecode:
-    """See the module. ``attention_specs`` are decode's, of each KV group. Steps of more than
-    ``max_rows`` rows are faster with the library's products: at 16 rows of Qwen3-8B its four take
-    112 us a layer against 141 (``octavo bench kernels``). With ``fixed_rows``, steps of up to so
-    many rows are deterministic ones; their attention must be in ``fixed`` splits."""
+    """Decode steps that go one way; see the module."""
 
     def __init__(
         self,
+        way: Way,
         spec: DecoderSpec,
         weights: DecoderTensors,
         layers: Sequence[Layer],
-        attention_specs: Sequence[AttentionSpec],
         inputs: StepInputs,
         rope: Mapping[RopeSpec, tuple[Tensor, Tensor]],
-        *,
-        fixed_rows: int = 0,
     ) -> None:
-        few = MAX_ROWS if spec.hidden_size < 4096 else MAX_ROWS // 2
-        self.max_rows = fixed_rows or few
-        self._fixed = bool(fixed_rows)
-        self._products = FIXED if fixed_rows else FEW_ROWS
+        self.max_rows = way.max_rows
+        # The head of more rows is faster by other products.
+        self.has_head = way.products is FEW_ROWS
+        self._products = way.products
         self._spec = spec
         self._weights = weights
         self._layers = layers
-        self._attention_specs = attention_specs
+        self._attention_specs = way.attention_specs
         self._inputs = inputs
         self._rope = rope
         self._num_sms = 132
         if weights.embed.is_cuda:
             gpu = torch.cuda.get_device_properties(weights.embed.device)
             self._num_sms = gpu.multi_processor_count
-        # A cut has at most as many shares as two blocks for each multiprocessor.
-        shares = attention.MOST_SHARES + 1 if fixed_rows else 2 * self._num_sms
         self._scratch = [
-            attention.make_scratch(one, fixed_rows or MAX_ROWS, shares) for one in attention_specs
+            attention.make_scratch(one, way.max_rows, attention.most_splits(one, self._num_sms))
+            for one in way.attention_specs
         ]
         self._buffers: dict[int, _Buffers] = {}
 
@@ -135,7 +165,8 @@ class FusedDecode:
         )
 
     def launch(self, num_rows: int, cuts: Cuts, logits: Tensor) -> None:
-        """Carry out a step that is laid out in the inputs; ``logits`` [M, vocab] get all rows'."""
+        """Carry out a step that is laid out in the inputs; ``logits`` [M, vocab] get all rows'.
+        Only where this :attr:`has_head`."""
         spec = self._spec
         b = self._launch_layers(num_rows, cuts)
         self._products.norm_linear(
@@ -205,8 +236,9 @@ class FusedDecode:
         return b
 
     def _buffers_of(self, num_rows: int) -> _Buffers:
-        """Those of steps of so many rows; fixed steps, which come in all sizes, share theirs."""
-        held = self.max_rows if self._fixed else num_rows
+        """Those of steps of so many rows. Steps by fixed products, whose sums of squares are as
+        many for any number of rows, share theirs."""
+        held = self.max_rows if self._products is FIXED else num_rows
         if held not in self._buffers:
             self._buffers[held] = self._make_buffers(held)
         b = self._buffers[held]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MAX_ROWS = 16  # activation rows of the fused kernels: steps of more go to the library
+MAX_ROWS = 16  # activation rows of the kernels for few rows
+MOST_ROWS = 64  # of a fused step: of more, the library's products are faster
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ import triton
 from torch import Tensor
 
 from octavo.attention.spec import AttentionSpec, Support
-from octavo.kernels.linear.tiles import MAX_ROWS
 from octavo.kernels.rope_attention.limits import NEEDS_HOPPER, refusal
 from octavo.kernels.rope_attention.triton_kernel import rope_attention_kernel
 from octavo.kernels.triton_launch import INTERPRETED, dependent_launches
@@ -53,10 +52,8 @@ class Scratch:
     counters: Tensor  # [rows * KV heads]: finished blocks, int32; zero between launches
 
 
-def supports(spec: AttentionSpec, num_rows: int) -> Support:
+def supports(spec: AttentionSpec) -> Support:
     """Whether :func:`rope_attention` serves such steps."""
-    if num_rows > MAX_ROWS:
-        return Support(False, f"{num_rows} rows are more than {MAX_ROWS}")
     if not INTERPRETED and not dependent_launches():
         return Support(False, NEEDS_HOPPER)
     reason = refusal(spec)
@@ -103,6 +100,13 @@ def _cut_as_told(spec: AttentionSpec, num_rows: int, longest: int, num_sms: int)
     one_a_multiprocessor = num_rows * spec.num_kv_heads * splits <= num_sms
     stages = min(2 if one_a_multiprocessor else 1, triton.cdiv(spec.split_tokens, tokens))
     return Cut(splits, tokens, 4, stages, spec.split_tokens)
+
+
+def most_splits(spec: AttentionSpec, num_sms: int) -> int:
+    """What no cut of :func:`choose_cut` has more of."""
+    if spec.split_mode == "auto":  # two blocks for each multiprocessor
+        return 2 * num_sms
+    return 1 if spec.split_mode == "off" else MOST_SHARES + 1
 
 
 def _tiles_in_memory(spec: AttentionSpec, tokens: int) -> int:
