@@ -100,10 +100,11 @@ def advance_run(
     has ended before; and the numbers of these."""
     updates: list[RequestUpdate | None] = []
     rest: list[int] = []
+    finished = RequestStatus.FINISHED  # looking it up takes 0.2 us
     for i, (request, token_id) in enumerate(zip(requests, token_ids, strict=True)):
         known = request.token_ids
         if (
-            request.status is RequestStatus.FINISHED
+            request.status is finished
             or token_id < 0
             or token_id in request.stop_ids
             or len(known) + 1 >= request.max_total_tokens

@@ -26,7 +26,7 @@ from octavo.engine.sampling import (
 from octavo.kernels.choose.triton import SETTINGS, choose, make_scratch
 from octavo.outputs import Logprob, TokenLogprobs
 from octavo.runtime.graphs import Graphs
-from octavo.runtime.upload import Upload, pinned
+from octavo.runtime.upload import pinned
 
 SCORED_ROWS = 256  # rows of logits that log probabilities are taken from at a time
 _LAST_ID = 0xFFFFFFFF
@@ -48,7 +48,7 @@ class Ranked:
 class Handle:
     """A launched choice. ``done`` is None where the device is the host."""
 
-    ids: Tensor  # int32 [S], pinned
+    ids: NDArray[np.int32]  # [S], pinned: there when ``done`` is
     batch: SamplingBatch
     logprobs: Ranked | None  # of the rows that want any, in order
     prompt_logprobs: list[Ranked]
@@ -70,8 +70,11 @@ class DeviceSampler:
         self._scratch = make_scratch(max_rows, vocab_size, str(device))
         # As many ids may be on their way as steps may be in flight, and one is being read.
         self._ids = pinned((_TURNS, max_rows), device)
-        self._upload = Upload(len(SETTINGS) * max_rows, device)
-        self._settings = self._upload.device.view(len(SETTINGS), max_rows)
+        self._host_ids = self._ids.numpy()
+        self._done: list[Any] = []  # by turns, too
+        if device.type == "cuda":
+            self._done = [torch.cuda.Event() for _ in range(_TURNS)]  # type: ignore[no-untyped-call]
+        self._settings = torch.zeros(len(SETTINGS), max_rows, dtype=torch.int32, device=device)
         self._sent = np.empty((len(SETTINGS), 0), np.int32)  # what the device has
         self._turn = 0
         self._last: SamplingBatch | None = None
@@ -86,23 +89,21 @@ class DeviceSampler:
         """Choose for the batch's rows, which are rows ``step_rows`` [S] of the step.
         ``prompt_logits`` gives the logits of other places in the step."""
         count = len(step_rows)
-        logits = self._logits[:count]
-        ids = self._ids[self._turn % _TURNS, :count]
+        turn = self._turn % _TURNS
         if count:
             if not self._goes_on(batch, step_rows):
                 self._send_settings(pack_settings(batch, step_rows, self._turn))
-                self._kind = batch.edits_logits, _is_filtered(batch, logits.shape[1])
+                self._kind = batch.edits_logits, _is_filtered(batch, self._logits.shape[1])
             self._last = batch
             edited, filtered = self._kind
             if edited:
-                self._choose(_edited(logits, batch), count, filtered)
+                self._choose(_edited(self._logits[:count], batch), count, filtered)
             else:
                 bucket = next(size for size in self._buckets if size >= count)
                 self._graphs.run(
                     ("choose", bucket, filtered),
                     lambda: self._choose(self._logits, bucket, filtered),
                 )
-            self._upload.launched()
             self._sent[-2:] += 1  # as the device counts, too
             self._turn += 1
         logprobs = None
@@ -111,7 +112,7 @@ class DeviceSampler:
             rows = _to_device(wanted, self._device)
             taken = self.row_ids[_to_device(step_rows[wanted], self._device)]
             top = int(batch.num_logprobs.max())
-            logprobs = _to_host(_rank(logits[rows].float(), taken.long(), top))
+            logprobs = _to_host(_rank(self._logits[rows].float(), taken.long(), top))
         prompt_logprobs = []
         for start in range(0, len(batch.prompt_indices), SCORED_ROWS):
             part = slice(start, start + SCORED_ROWS)
@@ -121,17 +122,17 @@ class DeviceSampler:
                 _to_host(_rank(scored, targets, int(batch.prompt_top[part].max())))
             )
         done = None
-        if self._device.type == "cuda":
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        if self._done:
+            done = self._done[turn]
             done.record()
-        return Handle(ids, batch, logprobs, prompt_logprobs, done)
+        return Handle(self._host_ids[turn, :count], batch, logprobs, prompt_logprobs, done)
 
     def wait(self, handle: Handle) -> SampleOutput:
         """Block until the ids are here."""
         if handle.done is not None:
             handle.done.synchronize()
         batch = handle.batch
-        ids = handle.ids.numpy().copy()
+        ids = handle.ids.copy()
         logprobs: list[TokenLogprobs | None] = [None] * len(ids)
         if handle.logprobs is not None:
             wanted = np.flatnonzero(batch.num_logprobs >= 0)
@@ -171,11 +172,10 @@ class DeviceSampler:
     def _send_settings(self, settings: NDArray[np.int32]) -> None:
         self._sent = settings
         # Rows of padding are greedy, and their ids go where nobody looks.
-        whole = self._upload.array().reshape(self._settings.shape)
-        whole[:] = 0
+        whole = np.zeros(self._settings.shape, np.int32)
         whole[1], whole[-1] = len(self.row_ids) - 1, self._turn
         whole[:, : settings.shape[1]] = settings
-        self._upload.send(whole.size)
+        self._settings.copy_(_pinned(whole, self._device), non_blocking=True)
 
 
 def pack_settings(
@@ -300,11 +300,14 @@ def _entries(
 
 def _to_device(array: NDArray[Any], device: torch.device) -> Tensor:
     """A copy on the device, on its way when this returns; indices become int64."""
-    source = torch.from_numpy(np.ascontiguousarray(array))
-    if device.type == "cuda":
-        source = source.pin_memory()
-    tensor = source.to(device, non_blocking=True)
+    tensor = _pinned(array, device).to(device, non_blocking=True)
     return tensor.long() if tensor.dtype == torch.int32 else tensor
+
+
+def _pinned(array: NDArray[Any], device: torch.device) -> Tensor:
+    """The array where the device can copy it from while the host goes on."""
+    source = torch.from_numpy(np.ascontiguousarray(array))
+    return source.pin_memory() if device.type == "cuda" else source
 
 
 def _to_host(ranked: Ranked) -> Ranked:

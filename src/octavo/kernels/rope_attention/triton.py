@@ -73,16 +73,14 @@ def choose_cut(spec: AttentionSpec, num_rows: int, longest: int, num_sms: int = 
     longest = max(128, _rounded_up(min(longest, spec.window or longest)))
     lines = num_rows * spec.num_kv_heads
     few = num_rows * longest <= 12288
-    splits = max(
-        1, min((3 * num_sms // 2 if few else 2 * num_sms) // lines, triton.cdiv(longest, 128))
-    )
+    splits = max(1, min((3 * num_sms // 2 if few else 2 * num_sms) // lines, -(-longest // 128)))
     if not few and longest < 1 << 16:
         splits = 1 << (splits.bit_length() - 1)  # equal shares of a power of two
     if 1024 < longest <= 1536:
         splits = min(splits, 8)
-    share = triton.cdiv(longest, splits)
+    share = -(-longest // splits)
     tokens = 128 if longest <= 1536 and share <= 192 and spec.head_dim <= 128 else 64
-    stages = min(3, triton.cdiv(share, tokens), _tiles_in_memory(spec, tokens))
+    stages = min(3, -(-share // tokens), _tiles_in_memory(spec, tokens))
     return Cut(splits, tokens, num_warps=4, num_stages=stages)
 
 
@@ -92,13 +90,13 @@ def _cut_as_told(spec: AttentionSpec, num_rows: int, longest: int, num_sms: int)
     if spec.split_mode == "off":
         return Cut(1, 64, 4, min(3, _tiles_in_memory(spec, 64)))
     reach = min(longest, spec.window or longest)
-    splits = min(MOST_SHARES, triton.next_power_of_2(triton.cdiv(reach, spec.split_tokens)))
+    splits = min(MOST_SHARES, _power_of_2(-(-reach // spec.split_tokens)))
     # A window may begin in the middle of a share.
-    splits = max(1, splits) + (spec.window is not None)
+    splits += spec.window is not None
     tokens = 128 if spec.head_dim <= 128 else 64
     # Tiles beside one another are worth more in one block than in two, as long as there is room.
     one_a_multiprocessor = num_rows * spec.num_kv_heads * splits <= num_sms
-    stages = min(2 if one_a_multiprocessor else 1, triton.cdiv(spec.split_tokens, tokens))
+    stages = min(2 if one_a_multiprocessor else 1, -(-spec.split_tokens // tokens))
     return Cut(splits, tokens, 4, stages, spec.split_tokens)
 
 
@@ -111,13 +109,18 @@ def most_splits(spec: AttentionSpec, num_sms: int) -> int:
 
 def _tiles_in_memory(spec: AttentionSpec, tokens: int) -> int:
     """How many tiles of keys and values may be on their way."""
-    return max(1, TILE_BYTES // (4 * tokens * int(triton.next_power_of_2(spec.head_dim))))
+    return max(1, TILE_BYTES // (4 * tokens * _power_of_2(spec.head_dim)))
 
 
 def _rounded_up(length: int) -> int:
     """To a power of two, or one and a half of one."""
-    power = int(triton.next_power_of_2(length))
+    power = _power_of_2(length)
     return power * 3 // 4 if length <= power * 3 // 4 else power
+
+
+def _power_of_2(n: int) -> int:
+    """The next one up. Every step chooses its cut, and Triton's own takes 2 us."""
+    return 1 << max(0, n - 1).bit_length()
 
 
 def make_scratch(spec: AttentionSpec, num_rows: int, splits: int) -> Scratch:
