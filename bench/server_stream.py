@@ -57,7 +57,7 @@ class NullEngine:
     finish = abort
 
     def step(self) -> list[Any]:
-        from octavo.engine.loop import RequestUpdate
+        from octavo.engine.delivery import RequestUpdate
 
         time.sleep(max(0.0, self._next - time.monotonic()))
         self._next = time.monotonic() + self._step_seconds
@@ -184,7 +184,8 @@ async def own_part(model: str, streams: int, steps: int) -> None:
 
     from octavo.config import EngineConfig
     from octavo.engine.build import load_text_side
-    from octavo.engine.loop import EngineStats, RequestUpdate
+    from octavo.engine.delivery import RequestUpdate
+    from octavo.engine.loop import EngineStats
     from octavo.outputs import RequestMetrics
     from octavo.server import messages
     from octavo.server.app import Api, make_app

@@ -13,6 +13,8 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 SplitMode = Literal["off", "auto", "fixed"]
 KVDtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 
+DEFAULT_SPLIT_TOKENS = 256  # keys in a segment of ``fixed`` splits
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -91,7 +93,7 @@ class EngineConfig:
     split_kv: SplitMode = "auto"
     """How decode attention cuts the history: auto, off, or fixed (the same in any batch)."""
 
-    split_kv_tokens: int = 256
+    split_kv_tokens: int = DEFAULT_SPLIT_TOKENS
     """Length of a segment with split_kv fixed."""
 
     generation_config: Literal["auto", "vllm"] = "auto"

@@ -96,3 +96,9 @@ class EngineDiedError(OctavoError):
 
 class ApiProcessDiedError(OctavoError):
     """One of several API processes ended; the answers of its clients are lost."""
+
+
+def brief(value: object) -> str:
+    """A value as a message shows it: its ``repr``, up to 60 characters."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from octavo.errors import InvalidRequestError
+from octavo.errors import InvalidRequestError, brief
 
 MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 20
@@ -185,10 +185,10 @@ def _schema_text(schema: object) -> str:
         else:
             parsed = schema
         if not isinstance(parsed, Mapping | bool):
-            raise _malformed(f"the json schema is {_brief(parsed)}, it must be an object")
+            raise _malformed(f"the json schema is {brief(parsed)}, it must be an object")
         return json.dumps(parsed, ensure_ascii=False, allow_nan=False, default=_as_dict)
     except (TypeError, ValueError, RecursionError) as problem:
-        raise _malformed(f"the json schema {_brief(schema)} is no JSON: {problem}") from problem
+        raise _malformed(f"the json schema {brief(schema)} is no JSON: {problem}") from problem
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -206,17 +206,12 @@ def _no_constant(name: str) -> None:
 
 def _as_dict(value: object) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise TypeError(f"{_brief(value)} is not a JSON value")
+        raise TypeError(f"{brief(value)} is not a JSON value")
     return dict(value)
 
 
 def _malformed(message: str) -> InvalidRequestError:
     return InvalidRequestError(f"structured_outputs: {message}", "structured_outputs")
-
-
-def _brief(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _tuple(name: str, value: object) -> tuple[object, ...]:

@@ -328,7 +328,9 @@ def test_t26_a_row_is_the_same_alone_in_a_batch_and_permuted(candidate):
 
 
 def test_t28_the_workspace_is_as_large_as_the_plan():
-    spec = make_spec(num_heads=64, num_kv_heads=8, head_dim=128, split_mode="fixed")
+    spec = make_spec(
+        num_heads=64, num_kv_heads=8, head_dim=128, split_mode="fixed", split_tokens=512
+    )
     plan = CpuCandidate().open(spec).plan(make_rows(spec, [1300, 0, 7]).batch)
     assert plan.step.part_out.shape == (3 + 0 + 1, 64, 128)
     assert plan.step.part_m.shape == plan.step.part_l.shape == (4, 64)

@@ -22,7 +22,8 @@ from octavo.attention.candidates import Selection
 from octavo.cache.groups import KVGroup, kv_groups
 from octavo.checkpoint import open_checkpoint
 from octavo.config import EngineConfig
-from octavo.engine.loop import Engine, EngineLimits
+from octavo.engine.limits import EngineLimits
+from octavo.engine.loop import Engine
 from octavo.engine.request import Request
 from octavo.models.families import spec_from_config
 from octavo.models.spec import DecoderSpec

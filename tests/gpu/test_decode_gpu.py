@@ -11,7 +11,14 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
-from helpers.decode import Rows, attend, error, make_rows
+from helpers.decode import (
+    attend,
+    check_attention,
+    error,
+    launch_attention,
+    make_rows,
+    reference_attention,
+)
 
 from octavo.kernels.linear_add import reference as linear_add_reference
 from octavo.kernels.linear_add.triton import linear_add, square_columns
@@ -19,8 +26,7 @@ from octavo.kernels.norm_gate_up import reference as norm_gate_up_reference
 from octavo.kernels.norm_gate_up.triton import norm_gate_up
 from octavo.kernels.norm_linear import reference as norm_linear_reference
 from octavo.kernels.norm_linear.triton import norm_linear
-from octavo.kernels.rope_attention import reference as attention_reference
-from octavo.kernels.rope_attention.triton import Cut, choose_cut, make_scratch, rope_attention
+from octavo.kernels.rope_attention.triton import Cut, choose_cut, make_scratch
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available()
@@ -74,29 +80,6 @@ def test_products(n, k, rows):
         assert error(found, right) < 1e-5
 
 
-def check_attention(rows: Rows, cut: Cut, tolerance: float = 8e-3) -> None:
-    keys, values = rows.k_cache.clone(), rows.v_cache.clone()
-    out, counters = attend(rows, cut)
-    want = attention_reference.rope_attention(
-        rows.spec,
-        rows.qkv,
-        keys,
-        values,
-        rows.block_table,
-        rows.seq_lens,
-        rows.slot_mapping,
-        rows.cos,
-        rows.sin,
-        q_norm=rows.q_norm,
-        k_norm=rows.k_norm,
-        eps=EPS,
-    )
-    assert error(out, want) < tolerance
-    assert error(rows.k_cache.nan_to_num(), keys.nan_to_num()) < 4e-3
-    assert torch.equal(rows.v_cache.nan_to_num(), values.nan_to_num())
-    assert not counters.any()
-
-
 @pytest.mark.parametrize(
     "shape",
     [
@@ -137,29 +120,10 @@ def test_one_capture_serves_every_length():
     scratch = make_scratch(longest.spec, 3, cut.splits)
     out = nans(3, 16 * 128, dtype=torch.bfloat16)
 
-    def launch() -> None:
-        rope_attention(
-            longest.spec,
-            longest.qkv,
-            longest.k_cache,
-            longest.v_cache,
-            longest.block_table,
-            longest.seq_lens,
-            longest.slot_mapping,
-            longest.cos,
-            longest.sin,
-            out,
-            cut=cut,
-            scratch=scratch,
-            q_norm=longest.q_norm,
-            k_norm=longest.k_norm,
-            eps=EPS,
-        )
-
-    launch()
+    launch_attention(longest, out, cut, scratch)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        launch()
+        launch_attention(longest, out, cut, scratch)
     for lens in ([1, 1, 1], [4096, 4095, 0], [64, 65, 129], [2049, 1, 3000]):
         blocks = [longest.block_table[i, max(n - 1, 0) // 16].item() for i, n in enumerate(lens)]
         slots = [
@@ -172,19 +136,5 @@ def test_one_capture_serves_every_length():
             part.fill_(torch.nan)
         rows = replace(longest, k_cache=longest.k_cache.clone(), v_cache=longest.v_cache.clone())
         graph.replay()
-        want = attention_reference.rope_attention(
-            rows.spec,
-            rows.qkv,
-            rows.k_cache,
-            rows.v_cache,
-            rows.block_table,
-            rows.seq_lens,
-            rows.slot_mapping,
-            rows.cos,
-            rows.sin,
-            q_norm=rows.q_norm,
-            k_norm=rows.k_norm,
-            eps=EPS,
-        )
-        assert error(out, want) < 8e-3
+        assert error(out, reference_attention(rows)) < 8e-3
         assert not scratch.counters.any()

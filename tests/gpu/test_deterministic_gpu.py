@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 import torch
 from helpers.checkpoints import family
-from helpers.decode import attend, make_rows
+from helpers.decode import attend, make_rows, reference_attention
 
 from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError
@@ -28,7 +28,6 @@ from octavo.kernels.linear_fixed.tiles import Kind, Tile
 from octavo.kernels.linear_fixed.triton import linear_fixed, make_counters
 from octavo.kernels.norm_gate_up.reference import norm_gate_up
 from octavo.kernels.norm_linear.reference import norm_linear
-from octavo.kernels.rope_attention.reference import rope_attention
 from octavo.kernels.rope_attention.triton import choose_cut
 from octavo.outputs import RequestOutput
 
@@ -137,20 +136,7 @@ def test_a_row_of_fused_attention_is_the_same_in_any_batch(window: int | None) -
     rows = replace(rows, spec=spec)
     whole, counters = attend(rows, choose_cut(spec, len(lens), max(lens)))
     assert not counters.any()
-    want = rope_attention(
-        rows.spec,
-        rows.qkv,
-        rows.k_cache,
-        rows.v_cache,
-        rows.block_table,
-        rows.seq_lens,
-        rows.slot_mapping,
-        rows.cos,
-        rows.sin,
-        q_norm=rows.q_norm,
-        k_norm=rows.k_norm,
-        eps=1e-6,
-    )
+    want = reference_attention(rows)
     assert float((whole.double() - want).norm() / want.double().norm()) < 8e-3
     for first, stop in [*((i, i + 1) for i in range(len(lens))), (0, 7), (5, 12)]:
         names = ("qkv", "block_table", "seq_lens", "slot_mapping")

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import triton
-from helpers.decode import make_rows
+from helpers.decode import launch_attention, make_rows
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -132,23 +132,12 @@ def attention(
     rows = make_rows([1] * num_rows, **{**llama, **shape})
     spec = replace(rows.spec, split_mode="fixed", split_tokens=share) if share else rows.spec
     cut = rope_attention.choose_cut(spec, num_rows, length)
-    rope_attention.rope_attention(
-        rows.spec,
-        rows.qkv,
-        rows.k_cache,
-        rows.v_cache,
-        rows.block_table,
-        rows.seq_lens,
-        rows.slot_mapping,
-        rows.cos,
-        rows.sin,
-        zeros(num_rows, rows.spec.num_heads * rows.spec.head_dim, dtype=rows.qkv.dtype),
-        cut=cut,
-        scratch=rope_attention.make_scratch(rows.spec, num_rows, cut.splits),
-        q_norm=rows.q_norm,
-        k_norm=rows.k_norm,
-        eps=1e-6,
-        lse=sums(num_rows, rows.spec.num_heads) if with_lse else None,
+    launch_attention(
+        rows,
+        zeros(num_rows, spec.num_heads * spec.head_dim, dtype=rows.qkv.dtype),
+        cut,
+        rope_attention.make_scratch(rows.spec, num_rows, cut.splits),
+        lse=sums(num_rows, spec.num_heads) if with_lse else None,
     )
 
 

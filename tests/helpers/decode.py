@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from octavo.attention.spec import AttentionSpec
-from octavo.kernels.rope_attention.triton import Cut, make_scratch, rope_attention
+from octavo.kernels.rope_attention import reference
+from octavo.kernels.rope_attention.triton import Cut, Scratch, make_scratch, rope_attention
+
+EPS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,46 @@ def make_rows(
     )
 
 
+def launch_attention(
+    rows: Rows, out: Tensor, cut: Cut, scratch: Scratch, *, lse: Tensor | None = None
+) -> None:
+    """The kernel once, into ``out``."""
+    norms = {"q_norm": rows.q_norm, "k_norm": rows.k_norm, "eps": EPS}
+    rope_attention(*_inputs(rows), out, cut=cut, scratch=scratch, lse=lse, **norms)
+
+
+def reference_attention(rows: Rows) -> Tensor:
+    """The reference's answers; the caches of ``rows`` get the new keys and values."""
+    norms = {"q_norm": rows.q_norm, "k_norm": rows.k_norm, "eps": EPS}
+    return reference.rope_attention(*_inputs(rows), **norms)
+
+
+def check_attention(rows: Rows, cut: Cut, tolerance: float = 8e-3) -> None:
+    """The answers, the cache with its new keys and values, and the counters left at zero."""
+    before = replace(rows, k_cache=rows.k_cache.clone(), v_cache=rows.v_cache.clone())
+    out, counters = attend(rows, cut)
+    assert error(out, reference_attention(before)) < tolerance
+    keys, values = before.k_cache, before.v_cache
+    assert error(rows.k_cache.nan_to_num(), keys.nan_to_num()) < 4e-3  # a rounding may differ
+    assert torch.equal(rows.v_cache.nan_to_num(), values.nan_to_num())
+    assert not counters.any()
+
+
+def _inputs(rows: Rows) -> tuple[Any, ...]:
+    """The first arguments of the kernel and of its reference."""
+    return (
+        rows.spec,
+        rows.qkv,
+        rows.k_cache,
+        rows.v_cache,
+        rows.block_table,
+        rows.seq_lens,
+        rows.slot_mapping,
+        rows.cos,
+        rows.sin,
+    )
+
+
 def attend(rows: Rows, cut: Cut) -> tuple[Tensor, Tensor]:
     """The kernel's answers and its counters, which must be zero again. Scratch is NaN before."""
     spec = rows.spec
@@ -103,23 +147,7 @@ def attend(rows: Rows, cut: Cut) -> tuple[Tensor, Tensor]:
         dtype=rows.qkv.dtype,
         device=spec.device,
     )
-    rope_attention(
-        spec,
-        rows.qkv,
-        rows.k_cache,
-        rows.v_cache,
-        rows.block_table,
-        rows.seq_lens,
-        rows.slot_mapping,
-        rows.cos,
-        rows.sin,
-        out,
-        cut=cut,
-        scratch=scratch,
-        q_norm=rows.q_norm,
-        k_norm=rows.k_norm,
-        eps=1e-6,
-    )
+    launch_attention(rows, out, cut, scratch)
     return out, scratch.counters
 
 

@@ -10,7 +10,9 @@ from helpers.fake_runtime import FakeRuntime, expected_answer
 from helpers.kv_invariants import check_idle
 
 from octavo.cache import KVGroup
-from octavo.engine.loop import Engine, EngineLimits, RequestUpdate
+from octavo.engine.delivery import RequestUpdate
+from octavo.engine.limits import EngineLimits
+from octavo.engine.loop import Engine
 from octavo.engine.request import Request
 from octavo.sampling_params import SamplingParams
 

@@ -23,7 +23,8 @@ from octavo import LLM, SamplingParams
 from octavo.cache import kv_groups
 from octavo.checkpoint import open_checkpoint
 from octavo.config import EngineConfig
-from octavo.engine.loop import Engine, EngineLimits
+from octavo.engine.limits import EngineLimits
+from octavo.engine.loop import Engine
 from octavo.engine.request import Request
 from octavo.models.families import spec_from_config
 from octavo.models.weights import check_weights

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
-from helpers.decode import Rows, attend, error, make_rows
+from helpers.decode import check_attention, error, make_rows
 
 from octavo.attention.spec import AttentionSpec
 from octavo.kernels.embed import reference as embed_reference
@@ -22,7 +22,6 @@ from octavo.kernels.norm_gate_up import reference as norm_gate_up_reference
 from octavo.kernels.norm_gate_up.triton import norm_gate_up
 from octavo.kernels.norm_linear import reference as norm_linear_reference
 from octavo.kernels.norm_linear.triton import norm_linear
-from octavo.kernels.rope_attention import reference as attention_reference
 from octavo.kernels.rope_attention.triton import Cut, choose_cut, supports
 
 torch.set_num_threads(1)
@@ -111,30 +110,6 @@ def test_embed(hidden):
     for found, right in zip((x, h, squares.sum(-1, keepdim=True)), want, strict=True):
         assert error(found, right) < 1e-6
     assert not x[1].any()
-
-
-def check_attention(rows: Rows, cut: Cut) -> None:
-    """The answers, the cache with its new keys and values, and the counters left at zero."""
-    keys, values = rows.k_cache.clone(), rows.v_cache.clone()
-    out, counters = attend(rows, cut)
-    want = attention_reference.rope_attention(
-        rows.spec,
-        rows.qkv,
-        keys,
-        values,
-        rows.block_table,
-        rows.seq_lens,
-        rows.slot_mapping,
-        rows.cos,
-        rows.sin,
-        q_norm=rows.q_norm,
-        k_norm=rows.k_norm,
-        eps=EPS,
-    )
-    assert error(out, want) < 8e-3
-    assert error(rows.k_cache.nan_to_num(), keys.nan_to_num()) < 4e-3  # a rounding may differ
-    assert torch.equal(rows.v_cache.nan_to_num(), values.nan_to_num())
-    assert not counters.any()
 
 
 @pytest.mark.parametrize("lens", [[1], [2], [31], [32], [33], [64], [65], [0, 40, 1]])

@@ -20,7 +20,8 @@ from helpers.cuda_runtime import load
 from triton.runtime import interpreter
 
 from octavo import SamplingParams
-from octavo.engine.loop import Engine, EngineLimits
+from octavo.engine.limits import EngineLimits
+from octavo.engine.loop import Engine
 from octavo.engine.request import Request
 
 torch.set_num_threads(1)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from helpers.checkpoints import byte_tokenizer
 
-from octavo.engine.loop import RequestUpdate
+from octavo.engine.delivery import RequestUpdate
 from octavo.errors import EngineDiedError
 from octavo.frontend import Frontend
 from octavo.outputs import RequestMetrics

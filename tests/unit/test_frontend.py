@@ -11,7 +11,7 @@ from helpers.tokenizers import byte_level
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.engine.loop import RequestUpdate
+from octavo.engine.delivery import RequestUpdate
 from octavo.errors import InvalidRequestError
 from octavo.frontend import Frontend, Submission
 from octavo.outputs import Logprob, RequestMetrics

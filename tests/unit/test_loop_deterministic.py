@@ -7,7 +7,8 @@ import pytest
 from helpers.fake_runtime import FakeRuntime, expected_answer
 
 from octavo.cache import KVGroup
-from octavo.engine.loop import Engine, EngineLimits
+from octavo.engine.limits import EngineLimits
+from octavo.engine.loop import Engine
 from octavo.engine.request import Request
 from octavo.sampling_params import SamplingParams
 

@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from octavo.cache import KVGroup
-from octavo.engine.loop import Engine, EngineLimits, RequestUpdate
+from octavo.engine.delivery import RequestUpdate
+from octavo.engine.limits import EngineLimits
+from octavo.engine.loop import Engine
 from octavo.engine.request import Request
 from octavo.errors import ContextLengthError
 from octavo.sampling_params import SamplingParams

@@ -36,7 +36,7 @@ def slot_loads(split, heads, cores):
     block_size=st.sampled_from([1, 7, 16, 48, 256, 544]),
     cores=st.sampled_from(CORES),
     mode=st.sampled_from(["off", "auto", "fixed"]),
-    split_tokens=st.sampled_from([None, 1, 33, 512, 4096]),
+    split_tokens=st.sampled_from([1, 33, 256, 512, 4096]),
     window=st.one_of(st.none(), st.integers(1, 6000)),
 )
 @settings(deadline=None, max_examples=300)
@@ -61,9 +61,8 @@ def test_segments_cover_the_keys_exactly(
         if mode == "off":
             assert len(row) == (n > 0)
         if mode == "fixed":
-            size = split_tokens or 512
-            assert all(a % size == 0 for a, _ in row[1:])
-            assert all(b - a <= size for a, b in row)
+            assert all(a % split_tokens == 0 for a, _ in row[1:])
+            assert all(b - a <= split_tokens for a, b in row)
         if mode == "auto":
             assert n - first >= 2 * SplitCost().min_tokens or len(row) <= 1
             if block_size <= SplitCost().min_tokens:
@@ -86,7 +85,7 @@ def test_t26_fixed_depends_on_nothing_but_the_row(row, others, cores, heads, win
 
 
 def test_fixed_cuts_at_absolute_multiples_behind_a_window_too():
-    split = plan([1300, 100], mode="fixed", window=1000)
+    split = plan([1300, 100], mode="fixed", split_tokens=512, window=1000)
     assert split.boundaries == [[(300, 512), (512, 1024), (1024, 1300)], [(0, 100)]]
 
 
@@ -102,7 +101,7 @@ def test_short_sequences_are_never_split(cores):
 def test_reasons_are_the_designs():
     assert plan([32768]).reasons == ["16: 32,768 tokens, 124 idle cores"]
     assert set(plan([4096] * 64).reasons) == {"1: 8 heads x 64 sequences already fill 132 cores"}
-    assert plan([8192], mode="fixed").reasons == ["16: 8,192 tokens in fixed segments of 512"]
+    assert plan([8192], mode="fixed").reasons == ["32: 8,192 tokens in fixed segments of 256"]
     assert plan([8192], mode="off").reasons == ["1: splitting is off"]
     assert plan([8192], 1, 1).reasons == ["1: 1 head x 1 sequence already fill 1 core"]
 

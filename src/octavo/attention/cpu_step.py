@@ -322,7 +322,7 @@ def _tiles(
     num_decodes: int,
 ) -> NDArray[np.int32]:
     """int32 [tiles, 4]: row, first token, number of tokens and position of the first, of the tiles
-    of all rows but the first; those with the most to do come first."""
+    of the rows behind those that decode; those with the most to do come first."""
     if num_decodes == len(seq_lens):
         return _NO_TILES
     tile = query_tile(spec.num_heads // spec.num_kv_heads)

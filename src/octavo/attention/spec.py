@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.config import SplitMode
+from octavo.config import DEFAULT_SPLIT_TOKENS, SplitMode
 
 Phase = Literal["prefill", "decode"]
 Tensor = Any  # a torch tensor (or a numpy array in the cpu runtime); this package imports neither
@@ -44,7 +44,7 @@ class AttentionSpec:
     soft_cap: float | None = None
     has_sinks: bool = False
     split_mode: SplitMode = "auto"
-    split_tokens: int = 512
+    split_tokens: int = DEFAULT_SPLIT_TOKENS
     graph: bool = False
 
 

@@ -15,10 +15,9 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.config import SplitMode
+from octavo.config import DEFAULT_SPLIT_TOKENS, SplitMode
 from octavo.errors import ConfigError
 
-DEFAULT_SPLIT_TOKENS = 512
 MAX_SPLITS = 256
 
 
@@ -119,7 +118,7 @@ def plan_splits(
     block_size: int,
     num_cores: int,
     mode: SplitMode = "auto",
-    split_tokens: int | None = None,
+    split_tokens: int = DEFAULT_SPLIT_TOKENS,
     window: int | None = None,
     cost: SplitCost | None = None,
 ) -> SplitPlan:
@@ -127,7 +126,7 @@ def plan_splits(
 
     ``num_cores`` is how many work items can be resident at once: SMs x resident blocks on a GPU,
     threads on a CPU. Modes: ``off`` never cuts. ``fixed`` cuts at absolute multiples of
-    ``split_tokens`` (default 512), so that a row's result depends on nothing but the row.
+    ``split_tokens``, so that a row's result depends on nothing but the row.
     ``auto`` takes the segment length that lets the batch end soonest, counting whole waves of
     cores and the cost of merging, and cuts at block multiples (of a divisor of the block where a
     block is longer than a segment may be). ``cost`` defaults to :class:`SplitCost`.
@@ -153,7 +152,7 @@ def plan_splits(
     if mode == "off":
         counts = np.minimum(keys, 1)
     elif mode == "fixed":
-        segment_tokens = split_tokens or DEFAULT_SPLIT_TOKENS
+        segment_tokens = split_tokens
         counts = -(-lens // segment_tokens) - first // segment_tokens
     elif mode == "auto":
         step = _alignment(block_size, cost.min_tokens)

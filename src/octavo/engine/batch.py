@@ -1,4 +1,5 @@
-"""One step's work as plain numpy arrays, built once per step and readable by any process."""
+"""One step's work as plain numpy arrays, built once per step and readable by any process: what is
+computed, and how its logits are sampled."""
 
 from __future__ import annotations
 
@@ -9,10 +10,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.engine.request import Request, RequestStatus
+from octavo.engine.sampling import SamplingBatch, SamplingRow, make_sampling_batch
+
 if TYPE_CHECKING:
     from octavo.engine.scheduler import ScheduledRow
 
 Int32 = NDArray[np.int32]
+
+_NONE = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True)
@@ -109,4 +115,43 @@ def build_step_batch(rows: Sequence[ScheduledRow], block_size: int) -> StepBatch
         logits_indices=np.array(logits_indices, np.int32),
         sample_indices=np.array(sample_indices, np.int32),
         sample_rows=np.array(sample_rows, np.int32),
+    )
+
+
+def build_sampling_batch(
+    rows: Sequence[ScheduledRow], batch: StepBatch, vocab_size: int
+) -> SamplingBatch:
+    """What the rows of ``batch`` ask of the sampler. Every id before it must be known: a grammar's
+    mask follows from them."""
+    scored = [(row.request, position) for row in rows for position in row.scored]
+    return make_sampling_batch(
+        [_sampling_row(row.request) for row in rows if row.samples],
+        sample_indices=batch.sample_indices,
+        prompt_indices=_others(batch.sample_indices, len(batch.logits_indices)),
+        prompt_targets=[request.token_ids[position + 1] for request, position in scored],
+        prompt_top=[request.params.prompt_logprobs or 0 for request, _ in scored],
+        vocab_size=vocab_size,
+    )
+
+
+def _others(indices: NDArray[np.int32], count: int) -> NDArray[np.int32]:
+    """Which of ``count`` are not among ``indices`` (ascending)."""
+    if len(indices) == count:
+        return _NONE
+    return np.delete(np.arange(count, dtype=np.int32), indices)
+
+
+def _sampling_row(request: Request) -> SamplingRow:
+    banned_ids, mask = request.banned_ids, None
+    if request.matcher is not None and request.status is not RequestStatus.FINISHED:
+        banned_ids, mask = (), request.matcher.mask(banned_ids)
+    return SamplingRow(
+        params=request.params,
+        prompt_token_ids=request.prompt_token_ids,
+        output_token_ids=request.output_token_ids,
+        seed=request.seed,
+        choice=request.choice,
+        position=len(request.output_token_ids),
+        banned_ids=banned_ids,
+        mask=mask,
     )

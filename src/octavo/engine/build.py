@@ -15,7 +15,8 @@ from octavo.attention.candidates import Selection
 from octavo.cache import kv_groups
 from octavo.checkpoint import Checkpoint, open_checkpoint, resolve_model
 from octavo.config import EngineConfig
-from octavo.engine.loop import Engine, EngineLimits
+from octavo.engine.limits import EngineLimits
+from octavo.engine.loop import Engine
 from octavo.errors import ConfigError, InsufficientMemoryError
 from octavo.frontend import Frontend
 from octavo.host import free_memory, granted_cores
@@ -145,18 +146,7 @@ def build_engine(config: EngineConfig, *, with_text: bool = True) -> Loaded:
     ]
     model = replace(model, config=replace(config, max_model_len=max_model_len))
     runtime, num_blocks = choice.runtime.load(model, choice.selections, num_blocks, lap)
-    on_gpu = model.device != "cpu"
-    overlapped = on_gpu if config.async_scheduling is None else config.async_scheduling
-    limits = EngineLimits(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=max_model_len,
-        block_size=config.block_size,
-        num_blocks=num_blocks,
-        enable_prefix_caching=config.enable_prefix_caching,
-        async_scheduling=overlapped,
-        deterministic=config.deterministic,
-    )
+    limits = _limits(model, max_model_len, num_blocks)
 
     def grammars() -> GrammarCompiler:
         from octavo.engine.grammar import GrammarCompiler  # 30 ms
@@ -236,7 +226,7 @@ def describe_model(config: EngineConfig, checkpoint: Checkpoint) -> Model:
 
 
 def choose_device(config: EngineConfig) -> str:
-    """The device to run on; auto is the GPU where torch finds one."""
+    """The device to run on; auto is the GPU where NVIDIA's driver is loaded: torch isn't asked."""
     if config.device == "cpu" or not Path("/proc/driver/nvidia/version").exists():
         if config.device == "cuda":
             raise ConfigError("device is cuda, but there is no NVIDIA GPU here; use device cpu")
@@ -286,6 +276,21 @@ def _plan_blocks(model: Model, choice: Choice) -> tuple[int, tuple[int, ...], st
             "room for more"
         )
         return fitting, plan(fitting), note
+
+
+def _limits(model: Model, max_model_len: int, num_blocks: tuple[int, ...]) -> EngineLimits:
+    config = model.config
+    on_gpu = model.device != "cpu"
+    return EngineLimits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        enable_prefix_caching=config.enable_prefix_caching,
+        async_scheduling=on_gpu if config.async_scheduling is None else config.async_scheduling,
+        deterministic=config.deterministic,
+    )
 
 
 def _free_memory(device: str) -> int:

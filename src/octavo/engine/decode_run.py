@@ -70,6 +70,8 @@ def start_run(
 
 
 class DecodeRun:
+    """The module's stretch of steps: made by :func:`start_run`, advanced a step at a time."""
+
     def __init__(
         self,
         requests: list[Request],

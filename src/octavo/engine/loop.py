@@ -20,24 +20,19 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from octavo.cache import KVCache, KVGroup
-from octavo.engine.batch import StepBatch, build_step_batch
+from octavo.engine.batch import StepBatch, build_sampling_batch, build_step_batch
 from octavo.engine.decode_run import DecodeRun, RunStep, start_run
+from octavo.engine.delivery import RequestUpdate, advance, advance_run, give_up
+from octavo.engine.limits import EngineLimits, check_request
 from octavo.engine.request import Request, RequestStatus
-from octavo.engine.sampling import (
-    INVALID_TOKEN,
-    SamplingBatch,
-    SamplingRow,
-    make_sampling_batch,
-)
 from octavo.engine.scheduler import ScheduledRow, Scheduler
-from octavo.errors import ConfigError, ContextLengthError, InvalidRequestError
-from octavo.outputs import FinishReason, RequestMetrics, TokenLogprobs
+from octavo.errors import ConfigError, InvalidRequestError
+from octavo.outputs import FinishReason, TokenLogprobs
 from octavo.runtime import DecodesAhead, ReportsSplits, Runtime
 
 if TYPE_CHECKING:
@@ -45,62 +40,7 @@ if TYPE_CHECKING:
 
     from octavo.engine.grammar import GrammarCompiler, GrammarMatcher
 
-_NOT_FINITE = (
-    "the model's logits are not finite (NaN or infinity): the checkpoint is damaged, or its values "
-    "exceed the chosen dtype; try another dtype, or exact=True"
-)
-_NONE = np.empty(0, np.int32)
 _COMPILE_POLL = 0.01  # seconds to wait for a grammar when there is nothing else to do
-
-
-@dataclass(frozen=True)
-class EngineLimits:
-    """The sizes that the engine works within; ``num_blocks`` is per KV group.
-
-    Raises :class:`ConfigError` where they leave no room to work.
-    """
-
-    max_num_seqs: int  # rows of a step
-    max_num_batched_tokens: int  # tokens of a step
-    max_model_len: int  # tokens of a request, prompt and output
-    block_size: int
-    num_blocks: tuple[int, ...]
-    enable_prefix_caching: bool = True
-    async_scheduling: bool = False
-    deterministic: bool = False  # engine/scheduler.py says how
-
-    def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}, it must be at least 1")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ConfigError(
-                f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs "
-                f"{self.max_num_seqs}: a step must have room for one token of every row"
-            )
-        if not self.num_blocks or min(self.num_blocks) < 1:
-            raise ConfigError(f"num_blocks is {self.num_blocks}, every KV group needs one at least")
-
-
-class RequestUpdate(NamedTuple):
-    """What a step brought a request.
-
-    ``new_token_ids`` include the id that ended it; ``stop_reason`` is that id if it is one of
-    ``stop_token_ids``, None for an end-of-sequence id. ``logprobs`` are aligned with the ids.
-    ``prompt_logprobs`` come once, for the whole prompt, the first entry None. ``error`` says what
-    made the engine give the request up, with ``finish_reason`` "abort". ``metrics`` is the
-    request's own and still changes.
-    """
-
-    request_id: str
-    new_token_ids: list[int]
-    logprobs: list[TokenLogprobs | None] | None
-    prompt_logprobs: list[TokenLogprobs | None] | None
-    finish_reason: FinishReason | None
-    stop_reason: int | None
-    num_cached_tokens: int
-    metrics: RequestMetrics
-    error: str | None = None
 
 
 @dataclass(frozen=True)
@@ -189,37 +129,18 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raise what :meth:`add` would raise: :class:`ContextLengthError` for a prompt that leaves
         no room for a token, :class:`InvalidRequestError` for what can't be carried out."""
-        params, prompt = request.params, request.prompt_token_ids
-        vocab_size = self._runtime.vocab_size
         if request.request_id in self._requests:
             raise InvalidRequestError(
                 f"request id {request.request_id!r} is in use; wait for it or choose another",
                 "request_id",
             )
-        if not prompt:
-            raise InvalidRequestError("the prompt is empty: it has no tokens", "prompt")
-        if min(prompt) < 0 or max(prompt) >= vocab_size:
-            wrong = next(token for token in prompt if not 0 <= token < vocab_size)
-            raise InvalidRequestError(
-                f"the prompt has token id {wrong}, ids go from 0 to {vocab_size - 1}", "prompt"
-            )
-        params.check_vocabulary(vocab_size)
-        if params.structured_outputs is not None and (
-            self._grammars is None or not request.eos_token_ids
-        ):
-            missing = "an end-of-sequence token, the checkpoint names none"
-            if self._grammars is None:
-                missing = "the tokenizer, which was skipped (skip_tokenizer_init)"
-            raise InvalidRequestError(f"structured_outputs need {missing}", "structured_outputs")
-        if params.max_tokens == 0 and params.prompt_logprobs is None:
-            raise InvalidRequestError(
-                "max_tokens 0 asks for nothing: set prompt_logprobs to score the prompt, or "
-                "max_tokens to 1 or more",
-                "max_tokens",
-            )
-        room = 0 if params.max_tokens == 0 else 1
-        if len(prompt) + room > self.max_total_tokens:
-            raise ContextLengthError(self._too_long(len(prompt), room), "prompt")
+        check_request(
+            request,
+            self.limits,
+            vocab_size=self._runtime.vocab_size,
+            max_total_tokens=self.max_total_tokens,
+            grammars=lambda: self._grammars,
+        )
 
     def add(self, request: Request) -> None:
         """Queue a request, or raise what :meth:`check` raises. ``max_tokens`` beyond the room left
@@ -332,7 +253,7 @@ class Engine:
                 scheduler.add(request, limit)
             else:
                 self._remove(request, "abort", time.monotonic())
-                self._updates.append(_refused(request, f"the grammar doesn't compile: {problem}"))
+                self._updates.append(give_up(request, f"the grammar doesn't compile: {problem}"))
 
     def _launch_of_run(self) -> _Step | None:
         """Launch the next step of the run, its sampling too: it hangs on nothing that the step in
@@ -355,7 +276,7 @@ class Engine:
         return _Step(rows, batch)
 
     def _launch_sampling(self, step: _Step) -> _Step:
-        sampling = self._sampling_batch(step)
+        sampling = build_sampling_batch(step.rows, step.batch, self._runtime.vocab_size)
         handle = self._runtime.sample(sampling)
         self._run = start_run(step.rows, step.batch, sampling, self._scheduler, self._kv)
         return replace(step, handle=handle)
@@ -370,18 +291,6 @@ class Engine:
         if self._reporter is not None and self._reporter.num_splits is not None:
             self._num_splits.update(self._reporter.num_splits.tolist())
 
-    def _sampling_batch(self, step: _Step) -> SamplingBatch:
-        sampling = [_sampling_row(row.request) for row in step.rows if row.samples]
-        scored = [(row.request, position) for row in step.rows for position in row.scored]
-        return make_sampling_batch(
-            sampling,
-            sample_indices=step.batch.sample_indices,
-            prompt_indices=_others(step.batch.sample_indices, len(step.batch.logits_indices)),
-            prompt_targets=[request.token_ids[position + 1] for request, position in scored],
-            prompt_top=[request.params.prompt_logprobs or 0 for request, _ in scored],
-            vocab_size=self._runtime.vocab_size,
-        )
-
     def _deliver(self) -> None:
         """Wait for the step in flight, if any, and hand its ids to their requests."""
         step = self._in_flight
@@ -393,7 +302,7 @@ class Engine:
         now = time.monotonic()
         token_ids = output.token_ids.tolist()
         if step.decoding is not None:
-            self._deliver_decoded(step.decoding, step.batch, token_ids, output.logprobs, now)
+            self._deliver_run(step.decoding, step.batch, token_ids, output.logprobs, now)
             return
         num_sampled = num_scored = 0
         for row in step.rows:
@@ -408,7 +317,7 @@ class Engine:
             if update is not None:
                 self._updates.append(update)
 
-    def _deliver_decoded(
+    def _deliver_run(
         self,
         requests: list[Request],
         batch: StepBatch,
@@ -416,42 +325,15 @@ class Engine:
         logprobs: list[TokenLogprobs | None],
         now: float,
     ) -> None:
-        """What :meth:`_advance` does, for a step of a run: where an id ends nothing, in short."""
-        updates, finished = self._updates, RequestStatus.FINISHED  # looking it up takes 0.2 us
-        num_ended = 0
-        for i, (request, token_id) in enumerate(zip(requests, token_ids, strict=True)):
-            if request.status is finished:
-                num_ended += 1
-                continue
-            known = request.token_ids
-            if (
-                token_id < 0
-                or token_id in request.stop_ids
-                or len(known) + 1 >= request.max_total_tokens
-            ):
-                num_ended += 1
+        """:meth:`_deliver` for a step of a run, in short where an id ends nothing."""
+        updates, rest = advance_run(requests, token_ids, logprobs)
+        self._generation_tokens += len(requests) - len(rest)
+        for i in rest:
+            if requests[i].status is not RequestStatus.FINISHED:  # else as in _deliver
                 stop = int(batch.seq_lens[i])
-                row = ScheduledRow(request, stop - 1, stop, True, range(0), True)
-                update = self._advance(row, [token_id], logprobs[i : i + 1], [], now)
-                if update is not None:
-                    updates.append(update)
-                continue
-            request.num_pending_ids -= 1
-            request.output_token_ids.append(token_id)
-            known.append(token_id)
-            updates.append(
-                RequestUpdate(
-                    request.request_id,
-                    [token_id],
-                    None if request.params.logprobs is None else [logprobs[i]],
-                    None,
-                    None,
-                    None,
-                    request.num_cached_tokens,
-                    request.metrics,
-                )
-            )
-        self._generation_tokens += len(requests) - num_ended
+                row = ScheduledRow(requests[i], stop - 1, stop, True, range(0), True)
+                updates[i] = self._advance(row, token_ids[i : i + 1], logprobs[i : i + 1], [], now)
+        self._updates += [update for update in updates if update is not None]
         full = np.flatnonzero(batch.seq_lens % self.limits.block_size == 0)
         for i in full.tolist():  # blocks that this step has filled
             if requests[i].status is RequestStatus.RUNNING:
@@ -465,53 +347,17 @@ class Engine:
         prompt_logprobs: list[TokenLogprobs],
         now: float,
     ) -> RequestUpdate | None:
-        """Give a request what one of its rows came to; None where there is nothing to tell yet."""
-        request, params = row.request, row.request.params
-        request.num_pending_ids -= len(new_token_ids)
-        request.prompt_logprobs += prompt_logprobs
-        finish_reason: FinishReason | None = None
-        stop_reason = None
-        error: str | None = None
-        if request.matcher is not None and request.matcher.error is not None:
-            error = f"the grammar can't be followed any further: {request.matcher.error}"
-        elif INVALID_TOKEN in new_token_ids or {} in prompt_logprobs:
-            error = _NOT_FINITE
-        if error is not None:
-            finish_reason = "abort"
-            new_token_ids, logprobs = [], []
-        for token_id in new_token_ids:
-            request.append(token_id)
-            finish_reason, stop_reason = _finish_reason(request, token_id)
-            if finish_reason is None and request.matcher is not None:
-                request.matcher.accept(token_id)
-        if row.stop == len(request.prompt_token_ids) and not request.generates:
-            finish_reason = finish_reason or "length"
-        if request.status is RequestStatus.RUNNING and error is None:
+        """Give a request what one of its rows came to, let others share what that has computed, and
+        let go of it if it has ended; None where there is nothing to tell yet."""
+        request = row.request
+        update = advance(row, new_token_ids, logprobs, prompt_logprobs, now)
+        if request.status is RequestStatus.RUNNING and (update is None or update.error is None):
             self._store(request, row.stop)
-        if not new_token_ids and finish_reason is None:
-            return None
-
-        first = len(request.output_token_ids) == len(new_token_ids)
-        if first and new_token_ids:
-            request.metrics.first_token_time = now
-        self._generation_tokens += len(new_token_ids)
-        if finish_reason is not None:
-            self._remove(request, finish_reason, now)
-        return RequestUpdate(
-            request_id=request.request_id,
-            new_token_ids=new_token_ids,
-            logprobs=logprobs if params.logprobs is not None else None,
-            prompt_logprobs=(
-                [None, *request.prompt_logprobs]
-                if first and error is None and params.prompt_logprobs is not None
-                else None
-            ),
-            finish_reason=finish_reason,
-            stop_reason=stop_reason,
-            num_cached_tokens=request.num_cached_tokens,
-            metrics=request.metrics,
-            error=error,
-        )
+        if update is not None:
+            self._generation_tokens += len(update.new_token_ids)
+            if update.finish_reason is not None:
+                self._remove(request, update.finish_reason, now)
+        return update
 
     def _store(self, request: Request, num_computed: int) -> None:
         """Let others share the request's full blocks; deterministic, those of its prompt only: as
@@ -542,56 +388,3 @@ class Engine:
         for request in self._requests.values():
             request.num_pending_ids = 0
             request.num_scored_tokens = len(request.prompt_logprobs)
-
-    def _too_long(self, prompt_len: int, room: int) -> str:
-        limit = self.max_total_tokens
-        holder = (
-            f"max_model_len is {limit}"
-            if limit == self.limits.max_model_len
-            else f"the KV cache holds {limit} tokens"
-        )
-        need = f"the prompt has {prompt_len} tokens"
-        if room:
-            need += f" and needs room for one more ({prompt_len + room})"
-        return f"{need}, but {holder}; shorten the prompt or raise the limit"
-
-
-def _others(indices: NDArray[np.int32], count: int) -> NDArray[np.int32]:
-    """Which of ``count`` are not among ``indices`` (ascending)."""
-    if len(indices) == count:
-        return _NONE
-    return np.delete(np.arange(count, dtype=np.int32), indices)
-
-
-def _refused(request: Request, error: str) -> RequestUpdate:
-    """The only update of a request that never ran."""
-    return RequestUpdate(
-        request.request_id, [], None, None, "abort", None, 0, request.metrics, error
-    )
-
-
-def _sampling_row(request: Request) -> SamplingRow:
-    banned_ids, mask = request.banned_ids, None
-    if request.matcher is not None and request.status is not RequestStatus.FINISHED:
-        banned_ids, mask = (), request.matcher.mask(banned_ids)
-    return SamplingRow(
-        params=request.params,
-        prompt_token_ids=request.prompt_token_ids,
-        output_token_ids=request.output_token_ids,
-        seed=request.seed,
-        choice=request.choice,
-        position=len(request.output_token_ids),
-        banned_ids=banned_ids,
-        mask=mask,
-    )
-
-
-def _finish_reason(request: Request, token_id: int) -> tuple[FinishReason | None, int | None]:
-    """Whether the id just appended ends the request, and the ``stop_token_id`` it ended at."""
-    # Never before min_tokens, as they are banned until then; but a grammar may end before.
-    if token_id in request.stop_ids:
-        by_eos = token_id in request.eos_token_ids and request.ends_at_eos
-        return "stop", None if by_eos else token_id
-    if len(request.token_ids) >= request.max_total_tokens:
-        return "length", None
-    return None, None

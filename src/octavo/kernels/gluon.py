@@ -2,15 +2,15 @@
 is interpreted: Gluon has no interpreter, but without its layouts its functions are Triton's.
 
 Kernels are decorated with ``jit`` and call ``gl``, ``mma_v2``, ``async_copy``, ``tma`` and
-``mbarrier``. They must see
-``triton.language`` as ``tl``, as the interpreter asks for.
+``mbarrier``. They must see ``triton.language`` as ``tl``, as the interpreter asks for.
 """
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 from typing import Any
+
+from octavo.kernels.triton_launch import INTERPRETED
 
 __all__ = [
     "TensorDescriptor",
@@ -22,8 +22,6 @@ __all__ = [
     "mma_v2",
     "tma",
 ]
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 if not INTERPRETED:
     from triton.experimental.gluon import constexpr_function, jit

@@ -111,7 +111,6 @@ int64s = _maker("int64", np.int64)
 int32s = _maker("int32", np.int32)
 uint32s = _maker("uint32", np.uint32)
 uint16s = _maker("uint16", np.uint16)  # bfloat16, float16
-uint8s = _maker("uint8", np.uint8)
 int8s = _maker("int8", np.int8)
 
 

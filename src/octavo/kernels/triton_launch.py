@@ -14,7 +14,6 @@ from torch import Tensor
 
 from octavo.attention.spec import AttentionSpec
 
-# Triton's interpreter multiplies the raw bits of bf16 operands (3.6 to 3.9).
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -68,5 +67,6 @@ def attention_constants(
         "BLOCK_D": padded(spec.head_dim),
         "BLOCK_DV": padded(spec.v_head_dim),
         "BLOCK_ROWS": padded(num_rows),
+        # Triton's interpreter multiplies the raw bits of bf16 operands (3.6 to 3.9).
         "WIDEN": INTERPRETED and q.dtype == torch.bfloat16,
     }

@@ -95,7 +95,7 @@ class DeviceSampler:
         if count:
             if not self._goes_on(batch, step_rows):
                 self._send_settings(pack_settings(batch, step_rows, self._turn))
-                self._kind = _is_edited(batch), _is_filtered(batch, self._logits.shape[1])
+                self._kind = batch.edits_logits, _is_filtered(batch, self._logits.shape[1])
             self._last = batch
             edited, filtered = self._kind
             if edited:
@@ -213,11 +213,6 @@ def _is_filtered(batch: SamplingBatch, vocab_size: int) -> bool:
     return bool(
         (batch.top_k < vocab_size).any() or (batch.top_p < 1).any() or (batch.min_p > 0).any()
     )
-
-
-def _is_edited(batch: SamplingBatch) -> bool:
-    parts = (batch.ban_rows, batch.bias_rows, batch.count_rows, batch.mask_rows)
-    return any(len(part) for part in parts)
 
 
 def _edited(logits: Tensor, batch: SamplingBatch) -> Tensor:

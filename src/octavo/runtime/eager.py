@@ -108,7 +108,7 @@ def load_eager(
 
 
 def free_device_memory(device: str) -> int:
-    """Bytes that a GPU has free now; of the host ``runtime.host.free_memory`` tells."""
+    """Bytes that a GPU has free now; of the host :func:`octavo.host.free_memory` tells."""
     free: int = torch.cuda.mem_get_info(device)[0]
     return free
 

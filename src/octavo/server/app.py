@@ -239,8 +239,18 @@ class Api:
 
 def make_app(api: Api) -> ASGIApp:
     """The application: the gate, the routes, and errors as JSON."""
-    metrics = api.engine.metrics
-    routes = [
+    routes = _routes(api)
+    app = Starlette(
+        routes=routes,
+        middleware=_middleware(api, [route.path for route in routes]),
+        exception_handlers=_error_handlers(api),
+    )
+    app.router.redirect_slashes = False
+    return _lingering(app)
+
+
+def _routes(api: Api) -> list[Route]:
+    return [
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
         Route("/v1/responses", api.responses, methods=["POST"]),
         Route("/v1/completions", api.completions, methods=["POST"]),
@@ -254,6 +264,32 @@ def make_app(api: Api) -> ASGIApp:
         Route("/metrics", api.metrics),
         Route("/openapi.json", api.openapi),
     ]
+
+
+def _middleware(api: Api, paths: Sequence[str]) -> list[Middleware]:
+    config = api.config
+    gateway = Middleware(
+        Gateway,
+        keys=config.api_key,
+        metrics=api.engine.metrics,
+        paths=paths,
+        tells_request_id=config.enable_request_id_headers,
+    )
+    if not config.allowed_origins:
+        return [gateway]
+    # In front of the gate: a browser asks without a key whether it may call.
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=config.allowed_origins,
+        allow_methods=config.allowed_methods,
+        allow_headers=config.allowed_headers,
+        allow_credentials=config.allow_credentials,
+    )
+    return [cors, gateway]
+
+
+def _error_handlers(api: Api) -> dict[Any, Any]:
+    metrics = api.engine.metrics
 
     async def octavo_error(request: Request, error: Exception) -> Response:
         metrics.failed(error)
@@ -278,37 +314,12 @@ def make_app(api: Api) -> ASGIApp:
     async def client_gone(request: Request, error: Exception) -> Response:
         return Response(status_code=400)  # nobody reads it
 
-    handlers: dict[Any, Any] = {
+    return {
         OctavoError: octavo_error,
         HTTPException: http_error,
         ClientDisconnect: client_gone,
         Exception: octavo_error,
     }
-    config = api.config
-    middleware = []
-    if config.allowed_origins:
-        middleware.append(
-            Middleware(
-                CORSMiddleware,
-                allow_origins=config.allowed_origins,
-                allow_methods=config.allowed_methods,
-                allow_headers=config.allowed_headers,
-                allow_credentials=config.allow_credentials,
-            )
-        )
-    paths = [route.path for route in routes]
-    middleware.append(
-        Middleware(
-            Gateway,
-            keys=config.api_key,
-            metrics=metrics,
-            paths=paths,
-            tells_request_id=config.enable_request_id_headers,
-        )
-    )
-    app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
-    app.router.redirect_slashes = False
-    return _lingering(app)
 
 
 def _lingering(app: ASGIApp) -> ASGIApp:

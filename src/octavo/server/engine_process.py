@@ -16,7 +16,8 @@ from typing import NoReturn
 import zmq
 
 from octavo.engine.build import LoadReport, build_engine
-from octavo.engine.loop import Engine, RequestUpdate
+from octavo.engine.delivery import RequestUpdate
+from octavo.engine.loop import Engine
 from octavo.errors import OctavoError
 from octavo.sampling_params import MAX_SEED
 from octavo.server import messages, processes

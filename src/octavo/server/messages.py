@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 
 from octavo.config import EngineConfig
-from octavo.engine.loop import EngineStats, RequestUpdate
+from octavo.engine.delivery import RequestUpdate
+from octavo.engine.loop import EngineStats
 from octavo.engine.request import Request
 from octavo.sampling_params import SamplingParams
 

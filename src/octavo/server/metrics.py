@@ -27,7 +27,8 @@ from prometheus_client.core import (
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from octavo.engine.loop import EngineStats, RequestUpdate
+from octavo.engine.delivery import RequestUpdate
+from octavo.engine.loop import EngineStats
 from octavo.frontend import Submission
 from octavo.outputs import RequestMetrics
 from octavo.server.config import METRICS_FOLDER_VARIABLE

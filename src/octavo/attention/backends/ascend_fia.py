@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.attention.merge import merge_lse, natural_lse
+from octavo.attention.merge import merge_lse, merge_sinks, natural_lse
 from octavo.attention.spec import AttentionBatch, AttentionSpec, KVLayout, Support
 from octavo.attention.splits import SplitCost, SplitPlan, plan_splits
 from octavo.errors import ConfigError
@@ -378,8 +378,7 @@ class AscendFiaBackend:
             out, lse = merge_lse(out[plan.parts].float(), lse[plan.parts])
         if sinks is not None:
             # Ours rather than the operator's, whose log-sum-exp doesn't say if it counts the sink.
-            both = torch.stack((out, torch.zeros_like(out))).float()
-            out, lse = merge_lse(both, torch.stack((lse, sinks.float().expand_as(lse))))
+            out, lse = merge_sinks(out.float(), lse, sinks)
         return out.to(q.dtype), lse
 
     def attend(

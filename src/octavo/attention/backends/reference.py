@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from octavo.attention.backends.nhd import NhdPool, nhd_layout
 from octavo.attention.merge import log_sum_exp
 from octavo.attention.spec import (
     AttentionBatch,
@@ -38,10 +39,7 @@ class ReferenceCandidate:
         return Support(True)
 
     def kv_layout(self, spec: AttentionSpec, num_blocks: int) -> KVLayout:
-        tokens = (num_blocks, spec.block_size, spec.num_kv_heads)
-        return KVLayout(
-            (*tokens, spec.head_dim), (*tokens, spec.v_head_dim), "NHD", "NHD", spec.kv_dtype
-        )
+        return nhd_layout(spec, num_blocks)
 
     def open(self, spec: AttentionSpec, owner: Backend | None = None) -> ReferenceBackend:
         """``owner`` is the backend whose layout the pool has; without one it is our own."""
@@ -55,7 +53,7 @@ class ReferencePlan:
     block_table: Tensor  # [R, blocks], on the device
 
 
-class ReferenceBackend:
+class ReferenceBackend(NhdPool):
     """See :class:`octavo.attention.spec.Backend`."""
 
     def __init__(self, spec: AttentionSpec, owner: Backend | None = None) -> None:
@@ -98,8 +96,7 @@ class ReferenceBackend:
     ) -> tuple[Tensor, Tensor]:
         if self.owner is not None:
             return self.owner.gather(k_cache, v_cache, block_table, length)
-        blocks = block_table[: -(-length // self.spec.block_size)].long()
-        return k_cache[blocks].flatten(0, 1)[:length], v_cache[blocks].flatten(0, 1)[:length]
+        return super().gather(k_cache, v_cache, block_table, length)
 
     def run(
         self,

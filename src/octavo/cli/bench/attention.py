@@ -10,8 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from cyclopts import Parameter
-
+from octavo.cli.bench.shared import Several
 from octavo.cli.tables import print_table
 from octavo.config import EngineConfig
 from octavo.errors import ConfigError
@@ -19,8 +18,6 @@ from octavo.errors import ConfigError
 if TYPE_CHECKING:
     from octavo.bench.attention import Cell
     from octavo.config import SplitMode
-
-Several = Parameter(consume_multiple=True, negative=())
 
 
 def attention(

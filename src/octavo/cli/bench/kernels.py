@@ -8,15 +8,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from cyclopts import Parameter
-
+from octavo.cli.bench.shared import Several
 from octavo.cli.options import Switch
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
     from octavo.bench.kernels import Product
 
-Several = Parameter(consume_multiple=True, negative=())
 QWEN3 = (  # 0.6B, then 8B: QKV, O, gate and up, down, head
     "norm_linear:4096x1024",
     "linear_add:1024x2048",

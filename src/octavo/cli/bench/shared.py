@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 DATASET = Group("Dataset", sort_key=1)
 DatasetFlags = Annotated[DatasetConfig, Parameter(name="*", group=DATASET)]
 
+Several = Parameter(consume_multiple=True, negative=())
+
 # The model is an argument, --seed the benchmark's.
 _ALL_BUT = re.compile("^(?!(model|seed)$)")
 BenchEngineFlags = Annotated[EngineConfig, Parameter(name="*", group=ENGINE, parse=_ALL_BUT)]

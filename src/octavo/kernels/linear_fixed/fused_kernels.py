@@ -23,6 +23,7 @@ from octavo.kernels.linear.triton import (
     total,
     weight_layout,
 )
+from octavo.kernels.norm_gate_up.triton import gated
 
 
 @constexpr_function
@@ -305,10 +306,7 @@ def wide_gate_up_kernel(
     if BIAS:
         gate += gate_added[:, None]
         up += up_added[:, None]
-    z = gate
-    if not SILU:  # (1 + tanh(z / 2)) / 2 is sigmoid(z)
-        z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    y = gate * up / (1.0 + gl.exp(-z))
+    y = gated(gate, up, SILU)
     gl.store(
         out + m[None, :] * stride_out + rows[:, None],
         y.to(out.dtype.element_ty),

@@ -149,12 +149,18 @@ def _norm_gate_up_kernel(
     if BIAS:
         gate += gate_added[:, None]
         up += up_added[:, None]
-    z = gate
-    if not SILU:  # (1 + tanh(z / 2)) / 2 is sigmoid(z)
-        z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    y = gate * up / (1.0 + gl.exp(-z))
+    y = gated(gate, up, SILU)
     gl.store(
         out + m[None, :] * stride_out + rows[:, None],
         y.to(out.dtype.element_ty),
         mask=(m < num_rows)[None, :] & (rows < inner)[:, None],
     )
+
+
+@jit
+def gated(gate, up, SILU: tl.constexpr):
+    """``act(gate) * up``: SiLU, or GELU by way of tanh."""
+    z = gate
+    if not SILU:  # (1 + tanh(z / 2)) / 2 is sigmoid(z)
+        z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return gate * up / (1.0 + gl.exp(-z))

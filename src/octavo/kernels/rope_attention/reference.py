@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.attention.spec import AttentionSpec
+from octavo.kernels.rope_write.reference import rotate
 
 
 def rope_attention(
@@ -33,7 +34,7 @@ def rope_attention(
         gains = torch.cat((q_norm.expand(heads, -1), k_norm.expand(kv_heads, -1)))
         qk = F.rms_norm(qk, (dim,), eps=eps) * gains
     positions = (seq_lens - 1).clamp(min=0).long()
-    qk = _rotate(qk, cos[positions], sin[positions])
+    qk = rotate(qk, cos[positions][:, None], sin[positions][:, None])
     q, k = qk[:, :heads], qk[:, heads:].to(k_cache.dtype)
     v = v.to(v_cache.dtype)
     out = torch.zeros(rows, heads, dim, device=qkv.device)
@@ -56,11 +57,3 @@ def rope_attention(
             k_cache[slot // spec.block_size, slot % spec.block_size] = k[row]
             v_cache[slot // spec.block_size, slot % spec.block_size] = v[row]
     return out.flatten(1)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first ``2 * cos.shape[-1]`` elements of each head of ``x [R, heads, dim]``."""
-    half = cos.shape[-1]
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    cos, sin = cos[:, None], sin[:, None]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)

@@ -11,7 +11,7 @@ CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 
 
 class _CallParser:
-    """What both formats share: one call being read, and the content around the calls.
+    """What the formats share: one call being read, and the content around the calls.
 
     White space around calls is left out.
     """
