@@ -417,7 +417,6 @@ class HostClock:
             self._hook(engine._runtime._graphs, "run")
             self._hook(engine._runtime._upload, "array")
         self._hook(engine._scheduler, "schedule")
-        self._hook(engine, "_sampling_batch")
         self._hook(llm._frontend, "process")
 
     def _hook(self, owner, name: str) -> None:

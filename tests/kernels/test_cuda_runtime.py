@@ -180,7 +180,7 @@ def test_fused_decode(tmp_path: Path, count: int, has_head: bool) -> None:
 @pytest.mark.parametrize(
     ("changes", "fast", "deterministic"),
     [
-        ({}, [16, 48], [200]),
+        ({}, [16, 32], [200]),
         ({"hidden_size": 2048}, [16, 32], [200]),
         ({"hidden_size": 2560}, [16], [200]),
         ({"hidden_size": 4096}, [8], []),

@@ -20,7 +20,7 @@ from octavo.models.families import spec_from_config
 from octavo.models.spec import DecoderSpec
 from octavo.runtime.candidates import choose_attention
 
-STEPS = "steps of few rows, 48 at most, all of them decoding"
+STEPS = "steps of few rows, 32 at most, all of them decoding"
 UNCERTIFIED = "no certificate covers it; --attention-backend fused turns it on"
 
 

@@ -6,7 +6,7 @@ stream is float32. A norm is done in two halves: whoever writes ``x`` also write
 weight of the norm that comes next, and its sums of squares; whoever reads ``h`` scales the product.
 
 There are two sets of products. Those of few rows are best up to 16. Those in fixed sums take any
-number of rows: deterministic, every step goes by them, else steps of up to some 48, from where on
+number of rows: deterministic, every step goes by them, else steps of up to some 32, from where on
 the library's are faster.
 """
 
@@ -103,13 +103,10 @@ def fused_ways(
 
 def most_rows(spec: DecoderSpec) -> int:
     """Up to how many rows fixed products are taken where they needn't be. In blocks of 32 by 32
-    they read the weights of a step of 64 rows four times over, from the L2: too slow where weights
-    are large. A step beside the library's (``bench/gpu_engine.py steps``): Qwen3-0.6B 0.71 to 0.83
-    at 17 rows, 0.92 to 0.99 at 48, 0.97 to 1.05 at 64; 1.7B 0.91 at 17, 0.97 at 32, 1.35 at 64; 4B
-    1.19 at 17."""
-    if spec.hidden_size <= 1024:
-        return MOST_ROWS
-    return 32 if spec.hidden_size <= 2048 else 0
+    they read the weights of a step of 64 rows four times over, from the L2. A step beside the
+    library's (``bench/gpu_engine.py steps``): Qwen3-0.6B 0.71 to 0.83 at 17 rows, 0.79 to 0.95 at
+    32, 1.00 at 48; 1.7B 0.91 at 17, 0.97 at 32, 1.35 at 64; 4B 1.19 at 17."""
+    return MOST_ROWS if spec.hidden_size <= 2048 else 0
 
 
 def _in_shares(spec: AttentionSpec) -> AttentionSpec:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAX_ROWS = 16  # activation rows of the kernels for few rows
-MOST_ROWS = 48  # of a fused step: of more, the library's products are faster
+MOST_ROWS = 32  # of a fused step: of more, the library's products are faster
 
 
 @dataclass(frozen=True)
