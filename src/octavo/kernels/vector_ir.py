@@ -203,5 +203,11 @@ def soft_cap(b: Builder, x: Value, cap: Value) -> Value:
     return b.fmul(cap, b.fsub(one, b.fdiv(two, b.fadd(e, one))))
 
 
+def opaque(b: Builder, number: Value) -> Value:
+    """The same i64, of which LLVM doesn't know where it comes from: it keeps it in a register
+    instead of going from one to the next with an addition for each."""
+    return b.asm(ir.FunctionType(I64, [I64]), "", "=r,0", [number], side_effect=False)
+
+
 def store_scalar(b: Builder, value: Value, address: Value) -> None:
     b.store(value, pointer(b, address, 0, value.type), align=4)

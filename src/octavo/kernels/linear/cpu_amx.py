@@ -108,13 +108,15 @@ def emit_q8_tiles(b: Builder, format: PackedFormat, level: Level, tile: Tile) ->
                 x = activations(token)
                 mine = b.add(sums_of(number), b.mul(b.sub(token, start), line))
 
-                def scaled(block: int, part: int, before: Value | None) -> Value:
-                    offset = (2 * block + part) * TOKENS * _LINE
-                    total = load_vector(b, mine, offset, vector(I32, ROWS))
-                    scale = groups[block].scales.scale[part]
-                    return scale_sum(b, level, total, x.offsets[part], scale, before)
-
-                add_group(b, level, tile, token, groups, x, scaled)
+                results = []
+                for block, group in enumerate(groups):
+                    result = None
+                    for part, scale in enumerate(group.scales.scale):
+                        offset = (2 * block + part) * TOKENS * _LINE
+                        total = load_vector(b, mine, offset, vector(I32, ROWS))
+                        result = scale_sum(b, level, total, x.offset(part), scale, result)
+                    results.append(result)
+                add_group(b, level, tile, token, groups, x, results)
 
         # A tile is multiplied while the sums of the one before it are added.
         multiply(I64(0))

@@ -24,13 +24,15 @@ class Level:
     sum of the products; where it ``accumulates``, a start costs nothing. ``fused``: a
     multiplication and an addition round once (FMA), and float16 is converted by the CPU.
     ``signed``: weights of 8 bits lose their offset of 128 in ``prepare``, otherwise it is taken off
-    later. ``tiles``: 16 tokens and more go through ``cpu_amx``."""
+    later. ``tiles``: 16 tokens and more go through ``cpu_amx``. ``together``: tokens whose sums are
+    made at once, as many as leave the weights their registers."""
 
     lanes: int  # of a vector: 16, and two blocks are worked on together, or 8, half a block alone
     accumulates: bool
     fused: bool
     signed: bool
     tiles: bool
+    together: int
     prepare: Callable[[Builder, Sequence[Value], int], list[Any]]
     dot: Callable[[Builder, Sequence[Any], Sequence[Value], int, Value], Value]
 
@@ -97,8 +99,8 @@ def _dot_plain(
 
 
 LEVELS = {
-    "amx": Level(16, True, True, False, True, _as_is, _dot_vnni),
-    "vnni": Level(16, True, True, False, False, _as_is, _dot_vnni),
-    "avx2": Level(8, False, True, True, False, _prepare_avx2, _dot_avx2),
-    "plain": Level(8, False, False, False, False, _as_is, _dot_plain),
+    "amx": Level(16, True, True, False, True, 4, _as_is, _dot_vnni),
+    "vnni": Level(16, True, True, False, False, 4, _as_is, _dot_vnni),
+    "avx2": Level(8, False, True, True, False, 1, _prepare_avx2, _dot_avx2),
+    "plain": Level(8, False, False, False, False, 1, _as_is, _dot_plain),
 }

@@ -1,7 +1,7 @@
 """The inner product of a few blocks of rows and a tile of tokens, as LLVM IR.
 
 Both modes go through the columns once. Weights are unpacked into registers, then the tokens pass
-by one after another; their sums lie in the first-level cache, ``[token, 2 blocks, 16 rows]``
+by, one or a few at a time; their sums lie in the first-level cache, ``[token, 2 blocks, 16 rows]``
 float32. So one token and a whole prefill chunk are the same code and the same order of additions.
 
 In ``q8`` a group's sum of integers s becomes ``scale * (s - offset * sum(x))``, rounded once, at
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from typing import Any
 
 from octavo.kernels.linear.cpu_dot import Level
 from octavo.kernels.linear.cpu_formats import (
@@ -29,6 +29,7 @@ from octavo.kernels.linear.cpu_formats import (
     View,
     load_floats,
 )
+from octavo.kernels.linear.cpu_q8 import NUMBERS
 from octavo.kernels.vector_ir import (
     F32,
     I32,
@@ -41,6 +42,7 @@ from octavo.kernels.vector_ir import (
     load_scalar,
     load_vector,
     loop,
+    opaque,
     pointer,
     prefetch,
     store_vector,
@@ -97,17 +99,23 @@ class Group:
 
 
 def emit_q8(b: Builder, format: PackedFormat, level: Level, tile: Tile) -> None:
-    """Add up the products of quantised activations."""
+    """Add up the products of quantised activations, of ``level.together`` tokens at once."""
     with groups_of(b, format, level, tile) as (groups, activations):
-        weights = [_prepared(b, format, level, group) for group in groups]
-        with loop(b, I64(0), tile.num_tokens) as token:
-            x = activations(token)
-            words = _words(b, level, x)
+        weights = [level.prepare(b, group.words, format.bits) for group in groups]
 
-            def scaled(block: int, part: int, before: Value | None) -> Value:
-                return weights[block](x, words, part, before)
+        def add(first: Value, count: int) -> None:
+            tokens = [b.add(first, I64(i)) for i in range(count)]
+            xs = [activations(token) for token in tokens]
+            results = _scaled(b, format, level, groups, weights, xs)
+            for token, x, row in zip(tokens, xs, results, strict=True):
+                add_group(b, level, tile, token, groups, x, row)
 
-            add_group(b, level, tile, token, groups, x, scaled)
+        whole = b.and_(tile.num_tokens, I64(-level.together))
+        with loop(b, I64(0), whole, step=level.together) as token:
+            add(token, level.together)
+        if level.together > 1:
+            with loop(b, whole, tile.num_tokens) as token:
+                add(token, 1)
 
 
 def emit_q8_one(b: Builder, format: PackedFormat, level: Level, tile: Tile) -> None:
@@ -117,56 +125,103 @@ def emit_q8_one(b: Builder, format: PackedFormat, level: Level, tile: Tile) -> N
     tiles = [replace(tile, row=I64(row)) for row in range(0, ROWS, level.lanes)]
     sums = [variable(b, fill(F32, 0.0, level.lanes)) for _ in tiles]
     step = _group_bytes(format)
-    with loop(b, I64(0), b.udiv(tile.num_columns, I64(GROUP))) as group:
-        prefetch(b, b.add(tile.ahead, b.mul(group, I64(step))), step)
-        x = _activations(b, format, level, tile, group)(I64(0))
-        words = _words(b, level, x)
+    with loop(b, I64(0), b.udiv(tile.num_columns, I64(GROUP))) as number:
+        prefetch(b, b.add(tile.ahead, b.mul(number, I64(step))), step)
+        x = _activations(b, format, level, tile, number)(I64(0))
         for rows, total in zip(tiles, sums, strict=True):
-            weights = _group(b, format, level, rows, block, group)
-            scaled = partial(_prepared(b, format, level, weights), x, words)
-            b.store(_plus_group(b, level, weights, x, scaled, b.load(total)), total)
+            group = _group(b, format, level, rows, block, number)
+            weights = level.prepare(b, group.words, format.bits)
+            [[result]] = _scaled(b, format, level, [group], [weights], [x])
+            b.store(_plus_group(b, level, group, x, result, b.load(total)), total)
     for rows, total in zip(tiles, sums, strict=True):
         store_vector(b, b.load(total), rows.sum(b, I64(0), 0), 0)
 
 
-def _prepared(
-    b: Builder, format: PackedFormat, level: Level, group: Group
-) -> Callable[[Activations, Sequence[Value], int, Value | None], Value]:
-    """A function from activations and their words, to be used for any number of tokens: of a part
-    of the group, scale * (sum of products + offset) + what the part before it gave."""
-    scales = group.scales.scale
-    weights = level.prepare(b, group.words, format.bits)
-    biases = [b.fmul(scale, fill(F32, -BIAS, level.lanes)) for scale in scales]
-    num_words = GROUP // 4 // len(scales)
+def _scaled(
+    b: Builder,
+    format: PackedFormat,
+    level: Level,
+    groups: Sequence[Group],
+    weights: Sequence[Sequence[Any]],
+    xs: Sequence[Activations],
+) -> list[list[Value]]:
+    """scale * (sum of products + offset), by token and block; ``weights`` are the groups' words,
+    prepared. Each sum is a chain of dot products that wait for each other, and a core looks at some
+    hundred operations at a time: where several tokens go together, a word of weights is multiplied
+    with all of them before the next."""
+    num_words = GROUP // 4 // format.num_parts
+    at_once = 1 if level.together > 1 else num_words
+    results: list[list[Value]] = [[None] * len(groups) for _ in xs]
+    for part in range(format.num_parts):
+        totals = [[_start(b, level, x, part) for _ in groups] for x in xs]
+        for first in range(num_words * part, num_words * (part + 1), at_once):
+            words = range(first, first + at_once)
+            for x, row in zip(xs, totals, strict=True):
+                values = [_word(b, x.words, t, level.lanes) for t in words]
+                for i, mine in enumerate(weights):
+                    row[i] = level.dot(b, [mine[t] for t in words], values, format.bits, row[i])
+        for x, row, total in zip(xs, results, totals, strict=True):
+            for i, group in enumerate(groups):
+                row[i] = _finish(b, level, group, x, part, total[i], row[i])
+    return results
 
-    def scaled(x: Activations, words: Sequence[Value], part: int, before: Value | None) -> Value:
-        mine = slice(num_words * part, num_words * (part + 1))
 
-        def dot(start: Value) -> Value:
-            return level.dot(b, weights[mine], words[mine], format.bits, start)
+def _start(b: Builder, level: Level, x: Activations, part: int) -> Value:
+    """What a part's sum of integers begins with, <lanes x i32>: see the module's docstring."""
+    if not _is_biased(level, part):
+        return fill(I32, 0, level.lanes)
+    start = fill(F32, BIAS, level.lanes)
+    if x.zero:
+        start = _fma(b, level, fill(F32, -x.zero, level.lanes), x.part(part), start)  # exact
+    return b.bitcast(start, vector(I32, level.lanes))
 
-        if not level.accumulates or before is not None:
-            total = dot(fill(I32, 0, level.lanes))
-            return scale_sum(b, level, total, x.offsets[part], scales[part], before)
-        start = fill(F32, BIAS, level.lanes)
-        if x.offsets[part] is not None:
-            start = b.fadd(start, x.offsets[part])  # exact
-        total = dot(b.bitcast(start, vector(I32, level.lanes)))
-        biased = b.bitcast(total, vector(F32, level.lanes))
-        return _fma(b, level, biased, scales[part], biases[part])
 
-    return scaled
+def _finish(
+    b: Builder,
+    level: Level,
+    group: Group,
+    x: Activations,
+    part: int,
+    total: Value,
+    before: Value | None,
+) -> Value:
+    """scale * (sum of products + offset) + what the part before this one gave, from the sum."""
+    scale = group.scales.scale[part]
+    if not _is_biased(level, part):
+        return scale_sum(b, level, total, x.offset(part), scale, before)
+    bias = b.fmul(scale, fill(F32, -BIAS, level.lanes))
+    return _fma(b, level, b.bitcast(total, vector(F32, level.lanes)), scale, bias)
+
+
+def _is_biased(level: Level, part: int) -> bool:
+    return level.accumulates and part == 0
 
 
 @dataclass(frozen=True)
 class Activations:
-    """A group of a token's: the address of its int8, its scale, the sum of its int8, and for each
-    part of the group with a scale of its own what an offset of the weights adds, or None."""
+    """A group of a token's: the addresses of its int8 and of its numbers (see ``cpu_q8``). They are
+    loaded where they are wanted, so that they take up no registers before."""
 
+    b: Builder
+    lanes: int
     words: Value
-    scale: Value
-    total: Value
-    offsets: Sequence[Value | None]
+    numbers: Value
+    zero: int  # the weights' offset, as far as it is still in them
+    num_parts: int
+
+    def number(self, index: int) -> Value:
+        """Its scale, the sum of its int8, the sum of either half, in all lanes."""
+        return broadcast(self.b, load_scalar(self.b, self.numbers, index), self.lanes)
+
+    def part(self, part: int) -> Value:
+        """The sum of the int8 of a part with a scale of its own."""
+        return self.number(1 if self.num_parts == 1 else 2 + part)
+
+    def offset(self, part: int) -> Value | None:
+        """What the weights' offset adds to a part, None: nothing."""
+        if self.zero == 0:
+            return None
+        return self.b.fmul(fill(F32, -self.zero, self.lanes), self.part(part))
 
 
 @contextmanager
@@ -195,26 +250,16 @@ def _activations(
     b: Builder, format: PackedFormat, level: Level, tile: Tile, group: Value
 ) -> Callable[[Value], Activations]:
     """A function from a token to its activations of a group."""
-    offset = 0 if level.signed and format.bits == 8 else format.offset
+    zero = 0 if level.signed and format.bits == 8 else format.offset
     x_words = b.add(tile.x, b.mul(group, I64(GROUP)))
-    x_numbers = b.add(b.add(tile.x, tile.num_columns), b.mul(group, I64(16)))
+    to_numbers = b.sub(tile.num_columns, b.mul(group, I64(GROUP - 4 * NUMBERS)))
 
     def activations(token: Value) -> Activations:
-        start = b.mul(token, tile.x_stride)
-        numbers = b.add(x_numbers, start)
-        scale, total, *halves = (_number(b, numbers, i, level.lanes) for i in range(4))
-        totals = [total] if format.num_parts == 1 else halves
-        offsets = [
-            b.fmul(fill(F32, -offset, level.lanes), each) if offset else None for each in totals
-        ]
-        return Activations(b.add(x_words, start), scale, total, offsets)
+        words = opaque(b, b.add(x_words, b.mul(token, tile.x_stride)))
+        numbers = b.add(words, to_numbers)
+        return Activations(b, level.lanes, words, numbers, zero, format.num_parts)
 
     return activations
-
-
-def _words(b: Builder, level: Level, x: Activations) -> list[Value]:
-    """A group's activations, four columns a word, each in all lanes."""
-    return [_word(b, x.words, t, level.lanes) for t in range(GROUP // 4)]
 
 
 def scale_sum(
@@ -234,31 +279,22 @@ def add_group(
     token: Value,
     groups: Sequence[Group],
     x: Activations,
-    scaled: Callable[[int, int, Value | None], Value],
+    results: Sequence[Value],
 ) -> None:
-    """Add a group to the sums of a token. ``scaled(block, part, before)`` is the scaled sum of the
-    products of a part of the group, plus what the part before it gave."""
-    for i, group in enumerate(groups):
+    """Add a group to the sums of a token. ``results`` are the scaled sums of products, by block."""
+    for i, (group, result) in enumerate(zip(groups, results, strict=True)):
         address = tile.sum(b, token, i)
         before = load_vector(b, address, 0, vector(F32, level.lanes))
-        store_vector(b, _plus_group(b, level, group, x, partial(scaled, i), before), address, 0)
+        store_vector(b, _plus_group(b, level, group, x, result, before), address, 0)
 
 
 def _plus_group(
-    b: Builder,
-    level: Level,
-    group: Group,
-    x: Activations,
-    scaled: Callable[[int, Value | None], Value],
-    before: Value,
+    b: Builder, level: Level, group: Group, x: Activations, result: Value, before: Value
 ) -> Value:
-    """A sum and what a group adds to it; ``scaled`` as in :func:`add_group`, of one block."""
-    result = None
-    for part in range(len(group.scales.scale)):
-        result = scaled(part, result)
+    """A sum and what a group adds to it."""
     if group.scales.minimum is not None:
-        result = _fma(b, level, group.scales.minimum, x.total, result)
-    return _fma(b, level, result, x.scale, before)
+        result = _fma(b, level, group.scales.minimum, x.number(1), result)
+    return _fma(b, level, result, x.number(0), before)
 
 
 def emit_exact(b: Builder, format: str, level: Level, tile: Tile) -> None:
