@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Literal
 
 import numpy as np
@@ -32,6 +33,7 @@ Float32 = NDArray[np.float32]
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
+LINE = 128  # bytes: two cache lines, since they are fetched in pairs
 Rows = Literal["all", "decode", "prefill"]  # which rows of a step a call works for
 
 
@@ -336,4 +338,8 @@ _NOTHING_TO_ADD: dict[str, Array | int] = {"y": 0, "post_weight": 0}
 
 
 def _floats(*shape: int) -> Float32:
-    return np.empty(shape, np.float32)
+    """At a cache line, so that threads that write to neighbouring columns share none."""
+    count = prod(shape)
+    memory = np.empty(count + LINE // 4, np.float32)
+    start = -memory.ctypes.data % LINE // 4
+    return memory[start : start + count].reshape(shape)

@@ -38,6 +38,7 @@ Address = int | NDArray[Any]  # of the first byte, or the array that begins ther
 TILE = 32  # tokens for which a block is unpacked once
 RANGE = 128  # tokens of an item: their activations stay in the second-level cache
 ITEM_BYTES = 1 << 16  # weights of an item of one token
+LINE = 8  # pairs of gate and up whose results' numbers lie in one cache line of a q8 row
 AHEAD = 4096  # bytes that one token's weights are asked for ahead
 _ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2}
 
@@ -188,9 +189,13 @@ def linear_op(format: str, mode: str, level: str) -> Op:
 @jit
 def pairs_of_item(pairs, step, pair_bytes, num_tokens, num_threads):
     """A multiple of ``step``, or all: enough work to be worth a look at the counter, and items
-    enough for threads of unequal speed."""
+    enough for threads of unequal speed. With many tokens as many pairs as fill a cache line of
+    their q8 rows: two threads that write to one take it from each other for every token."""
+    ranges = (num_tokens + RANGE - 1) // RANGE
     most = ITEM_BYTES // (pair_bytes * (1 + num_tokens // 16))
-    return max(1, min(pairs // (8 * num_threads), most) // step) * step
+    if num_tokens > TILE:
+        most = max(most, LINE)
+    return max(1, min(pairs * ranges // (8 * num_threads), most) // step) * step
 
 
 @intrinsic(prefer_literal=True)

@@ -62,14 +62,16 @@ def add_norm(thread, num_threads, counter, args):
     bytes apart (see ``octavo.kernels.linear``)."""
     a = numba.carray(args, 1)[0]
     count = int64s(a.count, 1)[0]
+    share = max(1, count // (8 * num_threads))
     while True:
-        item = fetch_add(counter, 1)
-        if item >= count:
+        first = fetch_add(counter, share)
+        if first >= count:
             return
-        row = item
-        if a.rows != 0:
-            row = np.int64(int32s(a.rows, count)[item])
-        out = a.out + 4 * item * a.width
-        normed_row(a, row, out)
-        if a.out_q8 != 0:
-            quantize_row(out, a.width, a.out_q8 + item * a.q8_stride)
+        for item in range(first, min(first + share, count)):
+            row = item
+            if a.rows != 0:
+                row = np.int64(int32s(a.rows, count)[item])
+            out = a.out + 4 * item * a.width
+            normed_row(a, row, out)
+            if a.out_q8 != 0:
+                quantize_row(out, a.width, a.out_q8 + item * a.q8_stride)
