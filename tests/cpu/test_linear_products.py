@@ -128,13 +128,13 @@ def test_exact_is_the_product_to_float32_rounding(format, level):
 
 
 @pytest.mark.parametrize("level", usable_levels())
-@pytest.mark.parametrize(("format", "mode"), [("Q4_1", "q8"), ("Q6_K", "q8"), ("BF16", "exact")])
+@pytest.mark.parametrize(("format", "mode"), [("Q4_1", "q8"), ("Q8_0", "q8"), ("Q6_K", "q8"), ("BF16", "exact")])
 def test_a_token_is_the_same_by_bits_in_any_batch_and_on_any_number_of_threads(format, mode, level):
     rows, columns = 145, 512
     weights = packed(format, make(format, rows, columns))
     x = activations(290, columns)
     whole = run(weights, x, mode, level)
-    for num_tokens in (1, 2, 7, 8, 9, 16, 17, 31, 33, 64, 129, 290):
+    for num_tokens in (1, 2, 3, 7, 8, 9, 16, 17, 31, 33, 64, 129, 290):
         for threads in TEAMS:
             start = 290 - num_tokens
             y = run(weights, x[start:], mode, level, threads=threads)
