@@ -213,10 +213,13 @@ def prefill_op(group: int, head_dim: int, v_head_dim: int, kv_bytes: int, room: 
                     if a.soft_cap > 0:
                         cap_rows(scores, part, columns, a.soft_cap)
                     newest = position + first // group - block  # that the first row sees
-                    if a.window > 0 or newest < columns * TILE - 1:
+                    if a.window > 0:
                         for i in range(part):
                             newest = position + (first + i) // group - block
                             hide(scores + i * SCORE_STRIDE, columns, newest, a.window)
+                    elif newest < columns * TILE - 1:
+                        seen = max(newest + 1, 0) // TILE
+                        hide_newer(scores, part, seen, columns, position - block, first, group)
                     weigh_rows(
                         scores,
                         weights if tiles_multiply else scores,
@@ -295,6 +298,29 @@ def hide(score, columns, newest, window):
     if window > 0 and newest >= window:
         oldest = newest - window + 1
         keep(score, min(oldest // TILE + 1, columns), oldest, columns * TILE)
+
+
+@intrinsic(prefer_literal=True)
+def hide_newer(typing, scores, rows, start, stop, newest, first, group):
+    """Of some rows hide the keys that are newer than a row's token. Vectors ``start`` to ``stop``
+    are looked at; number 0 of all rows sees keys up to ``newest``, every ``group`` rows one more;
+    ``first`` is the number of the first row here."""
+
+    def emit(context, b, signature, arguments):
+        scores, rows, start, stop, newest, first, _ = arguments
+        lanes = ir.Constant(vector(I32, TILE), list(range(TILE)))
+        with loop(b, I64(0), rows) as i:
+            token = b.udiv(b.add(first, i), I64(group.literal_value))
+            limit = broadcast(b, b.trunc(b.add(newest, token), I32), TILE)
+            with loop(b, start, stop) as j:
+                place = _score(b, scores, i, j)
+                number = broadcast(b, b.trunc(b.mul(j, I64(TILE)), I32), TILE)
+                shown = b.icmp_signed("<=", b.add(number, lanes), limit)
+                score = b.select(shown, load(b, place, 0, TILE, 4), constant(-math.inf, TILE))
+                store_vector(b, score, place, 0)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6, group), emit
 
 
 @jit
