@@ -11,6 +11,8 @@ from helpers.checkpoints import FAMILIES, family, reference_logits, tiny
 from helpers.driver import Driver, Float32, Row, load_cpu_runtime, relative_error
 from helpers.gguf_writer import write_tiny_llama_gguf
 
+from octavo.runtime.cpu_program import LINE, aligned_floats
+
 TOLERANCE = 1e-5  # of the largest logit: what float32 sums in another order come to
 BLOCK = 16
 LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 300)
@@ -171,3 +173,13 @@ def test_the_same_bits_in_any_batch(quantised: Path) -> None:
         chunks = [(other, ids[i + 9 : i + 10]), (beside, ids[i : i + 1]), (long, ids[:7])]
         found = driver.step(chunks)
         assert (found[1] == expected).all()
+
+
+@pytest.mark.parametrize("shape", [(1, 576), (2048, 576), (2048, 9, 64)])
+def test_buffers_begin_at_a_cache_line(shape: tuple[int, ...]) -> None:
+    """numpy's large arrays begin 16 bytes behind a page."""
+    kept = [aligned_floats(*shape) for _ in range(4)]
+    for array in kept:
+        assert array.shape == shape
+        assert array.flags.c_contiguous
+        assert array.ctypes.data % LINE == 0

@@ -17,6 +17,7 @@ from octavo.kernels.linear.cpu import linear
 from octavo.kernels.linear.cpu_q8 import q8_row_bytes, q8_rows, quantize_row
 from octavo.kernels.linear.packing import PackedLinear, in_packed_order, pack
 from octavo.kernels.program import Program
+from octavo.kernels.quantize.cpu import quantize
 from octavo.kernels.team import Team
 
 Floats = NDArray[np.float32]
@@ -128,7 +129,9 @@ def test_exact_is_the_product_to_float32_rounding(format, level):
 
 
 @pytest.mark.parametrize("level", usable_levels())
-@pytest.mark.parametrize(("format", "mode"), [("Q4_1", "q8"), ("Q8_0", "q8"), ("Q6_K", "q8"), ("BF16", "exact")])
+@pytest.mark.parametrize(
+    ("format", "mode"), [("Q4_1", "q8"), ("Q8_0", "q8"), ("Q6_K", "q8"), ("BF16", "exact")]
+)
 def test_a_token_is_the_same_by_bits_in_any_batch_and_on_any_number_of_threads(format, mode, level):
     rows, columns = 145, 512
     weights = packed(format, make(format, rows, columns))
@@ -258,3 +261,24 @@ def test_what_does_not_go_together_is_refused():
         linear(floats, mode="exact", level="mmx", **common)
     with pytest.raises(ValueError, match="nowhere to put the result"):
         linear(floats, mode="exact", **{**common, "out": 0})
+
+
+@pytest.mark.parametrize("columns", [32, 576, 1536])
+def test_the_op_quantises_every_row_and_no_more(columns):
+    """Shared out by parts of rows to any number of threads."""
+    x = activations(131, columns)
+    whole = quantized(x)
+    for count in (0, 1, 2, 17, 130):
+        for threads, team in TEAMS.items():
+            rows = q8_rows(*x.shape)
+            rows[:] = 0xA5
+            call = quantize.bind(
+                count=np.array([count]),
+                x=x,
+                columns=columns,
+                out=rows,
+                out_stride=rows.strides[0],
+            )
+            team.run(Program([call]))
+            np.testing.assert_array_equal(rows[:count], whole[:count], f"{threads} threads")
+            assert (rows[count:] == 0xA5).all()

@@ -23,9 +23,10 @@ def random(*shape):
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("added", ["nothing", "y", "normed y"])
 @pytest.mark.parametrize("picked", [False, True])
-def test_add_norm(width, added, picked):
-    rows = np.array([4, 0, 6], np.int32)
-    x, y = random(7, width), random(7, width)[::-1].copy()
+@pytest.mark.parametrize("num_rows", [7, 131])
+def test_add_norm(width, added, picked, num_rows):
+    rows = np.random.default_rng(1).permutation(num_rows)[: num_rows // 2].astype(np.int32)
+    x, y = random(num_rows, width), random(num_rows, width)[::-1].copy()
     weight, post_weight = random(width), random(width)[::-1].copy()
     stream = torch.from_numpy(x.copy())
     normed = add_rms_norm(
@@ -35,8 +36,8 @@ def test_add_norm(width, added, picked):
         delta=None if added == "nothing" else torch.from_numpy(y),
         post_weight=torch.from_numpy(post_weight) if added == "normed y" else None,
     )
-    wanted = rows if picked else np.arange(7)
-    found, count = np.full((7, width), np.nan, np.float32), np.array([len(wanted)])
+    wanted = rows if picked else np.arange(num_rows)
+    found, count = np.full((num_rows, width), np.nan, np.float32), np.array([len(wanted)])
     call = add_norm.bind(
         count=count,
         rows=rows if picked else 0,

@@ -59,16 +59,23 @@ class Buffers:
         self.ids: Int32 = np.empty(tokens, np.int32)
         self.logits_indices: Int32 = np.empty(tokens, np.int32)
         self.ropes: dict[RopeSpec, tuple[Float32, Float32]] = {
-            rope: (_floats(tokens, rope.rotary_dim // 2), _floats(tokens, rope.rotary_dim // 2))
+            rope: (
+                aligned_floats(tokens, rope.rotary_dim // 2),
+                aligned_floats(tokens, rope.rotary_dim // 2),
+            )
             for rope in {layer.rope for layer in spec.layers}
         }
-        self.x = _floats(tokens, spec.hidden_size)  # the residual stream
-        self.sublayer = _floats(tokens, spec.hidden_size)  # what is normed before it is added
-        self.qkv = _floats(tokens, spec.q_size + 2 * spec.kv_size)
-        self.q = _floats(tokens, spec.num_heads, spec.head_dim)
+        self.x = aligned_floats(tokens, spec.hidden_size)  # the residual stream
+        self.sublayer = aligned_floats(
+            tokens, spec.hidden_size
+        )  # what is normed before it is added
+        self.qkv = aligned_floats(tokens, spec.q_size + 2 * spec.kv_size)
+        self.q = aligned_floats(tokens, spec.num_heads, spec.head_dim)
 
         def activation(width: int) -> Activation:
-            return Activation(_floats(tokens, width), q8_rows(tokens, width) if quantised else None)
+            return Activation(
+                aligned_floats(tokens, width), q8_rows(tokens, width) if quantised else None
+            )
 
         self.normed = activation(spec.hidden_size)
         self.attended = activation(spec.q_size)
@@ -105,7 +112,7 @@ class Programs:
         self._calls: list[tuple[Call, Rows]] = []
         self._pending: dict[str, Array | int] = _NOTHING_TO_ADD
         self._bind()
-        self.logits: Float32 = _floats(0, spec.vocab_size)
+        self.logits: Float32 = aligned_floats(0, spec.vocab_size)
         self.best: Int32 = np.empty(0, np.int32)
         self.make_room(1)
 
@@ -113,7 +120,7 @@ class Programs:
         """See to it that ``logits`` has at least so many rows."""
         if num_logits <= len(self.best):
             return
-        self.logits = _floats(num_logits, self._spec.vocab_size)
+        self.logits = aligned_floats(num_logits, self._spec.vocab_size)
         self.best = np.empty(num_logits, np.int32)
         calls: list[tuple[Call, Rows]] = [*self._calls, *((c, "all") for c in self._head())]
         self._programs = {
@@ -337,7 +344,7 @@ class Programs:
 _NOTHING_TO_ADD: dict[str, Array | int] = {"y": 0, "post_weight": 0}
 
 
-def _floats(*shape: int) -> Float32:
+def aligned_floats(*shape: int) -> Float32:
     """At a cache line, so that threads that write to neighbouring columns share none."""
     count = prod(shape)
     memory = np.empty(count + LINE // 4, np.float32)
