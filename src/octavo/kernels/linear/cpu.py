@@ -189,11 +189,11 @@ def linear_op(format: str, mode: str, level: str) -> Op:
 @jit
 def pairs_of_item(pairs, step, pair_bytes, num_tokens, num_threads):
     """A multiple of ``step``, or all: enough work to be worth a look at the counter, and items
-    enough for threads of unequal speed. With many tokens as many pairs as fill a cache line of
-    their q8 rows: two threads that write to one take it from each other for every token."""
+    enough for threads of unequal speed. Pairs of gate and up (``step`` 2) for many tokens fill
+    a cache line of q8 rows: two threads that write to one take it from each other each time."""
     ranges = (num_tokens + RANGE - 1) // RANGE
     most = ITEM_BYTES // (pair_bytes * (1 + num_tokens // 16))
-    if num_tokens > TILE:
+    if num_tokens > TILE and step > 1:
         most = max(most, LINE)
     return max(1, min(pairs * ranges // (8 * num_threads), most) // step) * step
 
