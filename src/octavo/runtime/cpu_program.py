@@ -66,9 +66,8 @@ class Buffers:
             for rope in {layer.rope for layer in spec.layers}
         }
         self.x = aligned_floats(tokens, spec.hidden_size)  # the residual stream
-        self.sublayer = aligned_floats(
-            tokens, spec.hidden_size
-        )  # what is normed before it is added
+        # What is normed before it is added.
+        self.sublayer = aligned_floats(tokens, spec.hidden_size)
         self.qkv = aligned_floats(tokens, spec.q_size + 2 * spec.kv_size)
         self.q = aligned_floats(tokens, spec.num_heads, spec.head_dim)
 
