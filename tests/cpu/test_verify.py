@@ -182,6 +182,7 @@ def test_int8_is_held_to_half_a_step():
     assert wrong.passed is False
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
 def test_soak_holds_out_and_finds_a_wrong_answer(kv_dtype):
     spec = make_spec(num_heads=3, num_kv_heads=1, kv_dtype=kv_dtype)

@@ -79,8 +79,12 @@ def test_o21_preemption_and_cached_prompts(small_pool: Server) -> None:
         text(small_pool, body["prompt"], 60, cache_salt=str(i)) for i, body in enumerate(bodies)
     ]
     before = small_pool.metric("octavo:num_preemptions_total")
-    assert all_at_once(small_pool, bodies) == alone
-    assert small_pool.metric("octavo:num_preemptions_total") > before
+    for _ in range(20):  # on a busy machine they come one by one, and each finds room
+        assert all_at_once(small_pool, bodies) == alone
+        if small_pool.metric("octavo:num_preemptions_total") > before:
+            break
+    else:
+        raise AssertionError("nothing was preempted")
     for length in (15, 16, 17, 48, 64):
         prompt = [length + i % 7 for i in range(length)]
         _, first = cached(small_pool, prompt)
