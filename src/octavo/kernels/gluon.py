@@ -20,6 +20,7 @@ __all__ = [
     "jit",
     "mbarrier",
     "mma_v2",
+    "next_power_of_2",
     "tma",
 ]
 
@@ -142,3 +143,9 @@ else:
         NVMMASharedLayout=SimpleNamespace(get_default_for=_nothing),
         PaddedSharedLayout=SimpleNamespace(with_identity_for=_nothing),
     )
+
+
+@constexpr_function  # type: ignore[untyped-decorator]
+def next_power_of_2(n: int) -> int:
+    """The next one up, where a kernel is compiled; a number from 1 on."""
+    return 1 << (n - 1).bit_length()

@@ -10,11 +10,10 @@ from __future__ import annotations
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from octavo.kernels.gluon import async_copy, gl, jit, mma_v2
+from octavo.kernels.gluon import async_copy, gl, jit, mma_v2, next_power_of_2
 from octavo.kernels.rope_attention.triton_layouts import (
     copy_layout,
     merge_layout,
-    next_power_of_2,
     score_layout,
     tile_memory,
 )

@@ -10,11 +10,6 @@ from octavo.kernels.gluon import constexpr_function, gl
 
 
 @constexpr_function
-def next_power_of_2(n):
-    return 1 << (n - 1).bit_length()
-
-
-@constexpr_function
 def aligned(half):
     """How many elements of a rotated head are surely side by side: a power of two, at most 8."""
     return min(8, half & -half)

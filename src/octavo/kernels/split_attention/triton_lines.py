@@ -35,7 +35,7 @@ def line_of(seq_len, UNIT: tl.constexpr, WINDOW: tl.constexpr):
     least one, so that an empty row also has a block that writes its zeros."""
     visible_from = tl.maximum(seq_len - WINDOW, 0) if WINDOW else seq_len * 0
     first_unit = visible_from // UNIT
-    end_unit = (seq_len + (UNIT - 1)) // UNIT
+    end_unit = (seq_len + (UNIT - 1)) // UNIT  # no tl.cdiv: a Gluon kernel calls this, too
     return visible_from, first_unit, tl.maximum(end_unit - first_unit, 1)
 
 

@@ -22,7 +22,14 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from octavo.attention.spec import AttentionSpec
-from octavo.kernels.gluon import async_copy, constexpr_function, gl, jit, mma_v2
+from octavo.kernels.gluon import (
+    async_copy,
+    constexpr_function,
+    gl,
+    jit,
+    mma_v2,
+    next_power_of_2,
+)
 from octavo.kernels.split_attention import triton_kernels, triton_lines, triton_partials
 from octavo.kernels.triton_launch import attention_constants, dependent_launches, in_base_2
 
@@ -405,11 +412,6 @@ def _merge_line(
 @jit
 def _add(a, b):
     return a + b
-
-
-@constexpr_function
-def next_power_of_2(n):
-    return 1 << (n - 1).bit_length()
 
 
 @constexpr_function
