@@ -179,14 +179,13 @@ def warm_up(runtime: CudaRuntime, model: Model, num_blocks: int) -> None:
         batch = _made_up(counts, lengths, config.block_size, num_blocks, model.groups)
         _run(runtime, batch, SamplingParams(**params))
 
-    rows = 1
-    while rows <= config.max_num_seqs and 2 * rows <= config.max_num_batched_tokens:
-        run([2] * rows, 2)  # first what takes longest to compile
-        rows *= 2
-    rows = 1
-    while rows < config.max_num_seqs and rows + 2 <= config.max_num_batched_tokens:
-        run([1] * rows + [2], 2)  # what decodes beside a prompt
-        rows *= 2
+    powers = [1 << i for i in range(config.max_num_seqs.bit_length())]
+    for rows in powers:  # first what takes longest to compile
+        if 2 * rows <= config.max_num_batched_tokens:
+            run([2] * rows, 2)
+    for rows in powers:  # what decodes beside a prompt
+        if rows < config.max_num_seqs and rows + 2 <= config.max_num_batched_tokens:
+            run([1] * rows + [2], 2)
     for rows, length in runtime.kinds_of_decode(longest):
         run([1] * rows, length)
     run([1], 1, top_k=20, top_p=0.9)

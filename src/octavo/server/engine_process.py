@@ -42,7 +42,6 @@ def main() -> NoReturn:
     except OctavoError as error:
         while True:  # until the one that reports it has said hello, and ends this
             _tell(socket, _greeted(socket, 1), messages.Failed(str(error)))
-    gc.collect()
     gc.freeze()  # what is loaded stays, and no step waits for a look through it
     peers = _greeted(socket, start.num_peers)
     _tell(socket, peers, _ready(loaded.engine, loaded.report))
