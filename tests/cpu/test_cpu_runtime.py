@@ -11,7 +11,8 @@ from helpers.checkpoints import FAMILIES, family, reference_logits, tiny
 from helpers.driver import Driver, Float32, Row, load_cpu_runtime, relative_error
 from helpers.gguf_writer import write_tiny_llama_gguf
 
-from octavo.runtime.cpu_program import LINE, aligned_floats
+from octavo.kernels.program import PAIR_OF_LINES
+from octavo.runtime.cpu_program import floats
 
 TOLERANCE = 1e-5  # of the largest logit: what float32 sums in another order come to
 BLOCK = 16
@@ -178,8 +179,8 @@ def test_the_same_bits_in_any_batch(quantised: Path) -> None:
 @pytest.mark.parametrize("shape", [(1, 576), (2048, 576), (2048, 9, 64)])
 def test_buffers_begin_at_a_cache_line(shape: tuple[int, ...]) -> None:
     """numpy's large arrays begin 16 bytes behind a page."""
-    kept = [aligned_floats(*shape) for _ in range(4)]
+    kept = [floats(*shape) for _ in range(4)]
     for array in kept:
         assert array.shape == shape
         assert array.flags.c_contiguous
-        assert array.ctypes.data % LINE == 0
+        assert array.ctypes.data % PAIR_OF_LINES == 0

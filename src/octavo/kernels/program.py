@@ -20,6 +20,7 @@ from octavo.kernels.jit import Code, jit, machine_code
 from octavo.kernels.late import intrinsic, numba, types
 from octavo.kernels.vector_ir import I64, call
 
+PAIR_OF_LINES = 128  # bytes: cache lines are fetched two at a time
 _SPINS = 2000  # pauses of some 40 ns before a waiting thread offers its core to others
 
 
@@ -51,6 +52,14 @@ class Call:
     op: Op
     record: NDArray[Any]
     kept: tuple[NDArray[Any], ...]
+
+
+def buffer(nbytes: int) -> NDArray[np.uint8]:
+    """Zeroed memory that begins at a pair of cache lines, so that threads that write to two buffers
+    share none. numpy's own large arrays begin 16 bytes behind a page."""
+    memory = np.zeros(nbytes + PAIR_OF_LINES, np.uint8)
+    start = -memory.ctypes.data % PAIR_OF_LINES
+    return memory[start : start + nbytes]
 
 
 class Program:

@@ -22,7 +22,7 @@ from octavo.kernels.linear.cpu import embed, linear
 from octavo.kernels.linear.cpu_q8 import q8_rows
 from octavo.kernels.logits.cpu import finish_logits
 from octavo.kernels.norm.cpu import add_norm
-from octavo.kernels.program import Call, Program
+from octavo.kernels.program import Call, Program, buffer
 from octavo.kernels.quantize.cpu import quantize
 from octavo.models.decoder import StageName, cover, lower
 from octavo.models.spec import DecoderSpec, RopeSpec
@@ -33,7 +33,6 @@ Float32 = NDArray[np.float32]
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
-LINE = 128  # bytes: two cache lines, since they are fetched in pairs
 Rows = Literal["all", "decode", "prefill"]  # which rows of a step a call works for
 
 
@@ -60,21 +59,19 @@ class Buffers:
         self.logits_indices: Int32 = np.empty(tokens, np.int32)
         self.ropes: dict[RopeSpec, tuple[Float32, Float32]] = {
             rope: (
-                aligned_floats(tokens, rope.rotary_dim // 2),
-                aligned_floats(tokens, rope.rotary_dim // 2),
+                floats(tokens, rope.rotary_dim // 2),
+                floats(tokens, rope.rotary_dim // 2),
             )
             for rope in {layer.rope for layer in spec.layers}
         }
-        self.x = aligned_floats(tokens, spec.hidden_size)  # the residual stream
+        self.x = floats(tokens, spec.hidden_size)  # the residual stream
         # What is normed before it is added.
-        self.sublayer = aligned_floats(tokens, spec.hidden_size)
-        self.qkv = aligned_floats(tokens, spec.q_size + 2 * spec.kv_size)
-        self.q = aligned_floats(tokens, spec.num_heads, spec.head_dim)
+        self.sublayer = floats(tokens, spec.hidden_size)
+        self.qkv = floats(tokens, spec.q_size + 2 * spec.kv_size)
+        self.q = floats(tokens, spec.num_heads, spec.head_dim)
 
         def activation(width: int) -> Activation:
-            return Activation(
-                aligned_floats(tokens, width), q8_rows(tokens, width) if quantised else None
-            )
+            return Activation(floats(tokens, width), q8_rows(tokens, width) if quantised else None)
 
         self.normed = activation(spec.hidden_size)
         self.attended = activation(spec.q_size)
@@ -111,7 +108,7 @@ class Programs:
         self._calls: list[tuple[Call, Rows]] = []
         self._pending: dict[str, Array | int] = _NOTHING_TO_ADD
         self._bind()
-        self.logits: Float32 = aligned_floats(0, spec.vocab_size)
+        self.logits: Float32 = floats(0, spec.vocab_size)
         self.best: Int32 = np.empty(0, np.int32)
         self.make_room(1)
 
@@ -119,7 +116,7 @@ class Programs:
         """See to it that ``logits`` has at least so many rows."""
         if num_logits <= len(self.best):
             return
-        self.logits = aligned_floats(num_logits, self._spec.vocab_size)
+        self.logits = floats(num_logits, self._spec.vocab_size)
         self.best = np.empty(num_logits, np.int32)
         calls: list[tuple[Call, Rows]] = [*self._calls, *((c, "all") for c in self._head())]
         self._programs = {
@@ -343,9 +340,6 @@ class Programs:
 _NOTHING_TO_ADD: dict[str, Array | int] = {"y": 0, "post_weight": 0}
 
 
-def aligned_floats(*shape: int) -> Float32:
-    """At a cache line, so that threads that write to neighbouring columns share none."""
-    count = prod(shape)
-    memory = np.empty(count + LINE // 4, np.float32)
-    start = -memory.ctypes.data % LINE // 4
-    return memory[start : start + count].reshape(shape)
+def floats(*shape: int) -> Float32:
+    """Zeros of a shape, in a buffer of their own."""
+    return buffer(4 * prod(shape)).view(np.float32).reshape(shape)

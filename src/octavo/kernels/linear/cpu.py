@@ -38,7 +38,7 @@ Address = int | NDArray[Any]  # of the first byte, or the array that begins ther
 TILE = 32  # tokens for which a block is unpacked once
 RANGE = 128  # tokens of an item: their activations stay in the second-level cache
 ITEM_BYTES = 1 << 16  # weights of an item of one token
-LINE = 8  # pairs of gate and up whose results' numbers lie in one cache line of a q8 row
+PAIRS_OF_A_LINE = 8  # of gate and up: their results' numbers lie in one cache line of a q8 row
 AHEAD = 4096  # bytes that one token's weights are asked for ahead
 _ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2}
 
@@ -194,7 +194,7 @@ def pairs_of_item(pairs, step, pair_bytes, num_tokens, num_threads):
     ranges = (num_tokens + RANGE - 1) // RANGE
     most = ITEM_BYTES // (pair_bytes * (1 + num_tokens // 16))
     if num_tokens > TILE and step > 1:
-        most = max(most, LINE)
+        most = max(most, PAIRS_OF_A_LINE)
     return max(1, min(pairs * ranges // (8 * num_threads), most) // step) * step
 
 

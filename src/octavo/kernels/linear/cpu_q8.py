@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 from llvmlite import ir
 
 from octavo.checkpoint.quants import Bytes
 from octavo.kernels.jit import jit
 from octavo.kernels.late import intrinsic, types
 from octavo.kernels.linear.cpu_formats import GROUP
+from octavo.kernels.program import buffer
 from octavo.kernels.vector_ir import (
     F32,
     I32,
@@ -33,9 +33,7 @@ def q8_row_bytes(columns: int) -> int:
 def q8_rows(num_rows: int, columns: int) -> Bytes:
     """Zeroed rows, uint8 ``[num_rows, q8_row_bytes(columns)]``, at a cache line."""
     stride = q8_row_bytes(columns)
-    memory = np.zeros(num_rows * stride + 64, np.uint8)
-    start = -memory.ctypes.data % 64
-    return memory[start : start + num_rows * stride].reshape(num_rows, stride)
+    return buffer(num_rows * stride).reshape(num_rows, stride)
 
 
 @jit
