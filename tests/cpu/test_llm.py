@@ -130,6 +130,14 @@ def test_more_threads_than_cores_are_noted(folder: Path, monkeypatch: pytest.Mon
     assert LLM(str(folder), threads=2, exact=True).report.notes == ()
 
 
+def test_threads_that_would_never_end_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("octavo.engine.build.granted_cores", lambda: 2)
+    with pytest.raises(ConfigError, match="threads is 1000, .* at most 32"):
+        LLM(str(folder), threads=1000)
+
+
 def test_a_pool_below_max_model_len_is_noted(folder: Path) -> None:
     llm = load_llm(folder, num_gpu_blocks_override=2)
     [note] = llm.report.notes

@@ -10,7 +10,6 @@ import ctypes
 import json
 import os
 import platform
-from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -73,19 +72,17 @@ def hardware_of(device: str) -> str:
     return "avx2" if {"avx2", "fma"} <= flags else platform.machine()
 
 
+def read_certificate(path: Path) -> dict[str, Any]:
+    """What the file says; a file that can't be read says nothing."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def _any_has(folder: Path, wanted: dict[str, Any]) -> bool:
-    return any(wanted.items() <= one.items() for one in _certificates(folder.glob("*.json")))
-
-
-def _certificates(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
-    """Files that can't be read certify nothing."""
-    for path in paths:
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        if isinstance(found, dict):
-            yield found
+    return any(wanted.items() <= read_certificate(path).items() for path in folder.glob("*.json"))
 
 
 def _gpu_architecture(number: int) -> str | None:

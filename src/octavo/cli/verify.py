@@ -59,7 +59,8 @@ def verify(
         The candidate to test, instead of all that can run on the device; may be given several
         times.
     quick
-        Fewer shapes and shorter histories: seconds instead of minutes.
+        Fewer shapes and shorter histories: seconds instead of minutes. What passes doesn't
+        replace a full run's certificate.
     soak
         Then keep each candidate busy for so many minutes.
     plant
@@ -79,7 +80,6 @@ def verify(
     if soak < 0:
         raise ConfigError(f"soak is {soak:g} minutes, it must be at least 0")
     where = device if device == "npu" else choose_device(EngineConfig(device=device))
-    from octavo.verify.report import write_certificate
     from octavo.verify.run import candidates_for
 
     names = candidate or tuple(candidates_for(where))
@@ -90,13 +90,23 @@ def verify(
         if not report.passed:
             failed.append(name)
         if plant is None or output is not None:
-            path = write_certificate(report, output or user_folder())
-            print(f"{name} {'passed' if report.passed else 'failed'}: {path}")
+            _certify(report, output or user_folder())
     if failed:
         planted = f" (with {plant} planted)" if plant else ""
         raise VerificationError(f"{', '.join(failed)} failed{planted}; see the rows marked FAILED")
     if plant:
         print(f"octavo: no check noticed {plant}", file=sys.stderr)
+
+
+def _certify(report: Report, folder: Path) -> None:
+    from octavo.verify.report import asked_more, certificate_path, write_certificate
+
+    verdict = f"{report.candidate} {'passed' if report.passed else 'failed'}"
+    if asked_more(report, folder):
+        path = certificate_path(report, folder)
+        print(f"{verdict}; the certificate of a full run stays: {path}")
+    else:
+        print(f"{verdict}: {write_certificate(report, folder)}")
 
 
 def _put_to_the_test(
@@ -127,6 +137,7 @@ def _put_to_the_test(
         seconds=time.monotonic() - began,
         checks=checks,
         planted=plant,
+        quick=quick,
     )
 
 

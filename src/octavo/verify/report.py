@@ -16,7 +16,7 @@ import torch
 from rich import box
 from rich.table import Table
 
-from octavo.attention.certificates import hardware_of, versions
+from octavo.attention.certificates import hardware_of, read_certificate, versions
 from octavo.verify.checks import Check, Figure
 
 FORMAT = 1
@@ -34,6 +34,7 @@ class Report:
     seconds: float
     checks: Sequence[Check]
     planted: str | None = None
+    quick: bool = False
 
     @property
     def passed(self) -> bool:
@@ -52,12 +53,13 @@ def write_certificate(report: Report, folder: Path) -> Path:
     path. One that didn't pass certifies nothing."""
     folder.mkdir(parents=True, exist_ok=True)
     hardware = hardware_of(report.device)
-    path = folder / f"{report.candidate}-{hardware}.json".replace(" ", "-")
+    path = certificate_path(report, folder)
     certificate = {
         "format": FORMAT,
         "candidate": report.candidate,
         "hardware": hardware,
         "passed": report.certifies,
+        "quick": report.quick,
         "versions": versions(report.candidate),
         "machine": machine(report.device),
         "command": report.command,
@@ -76,6 +78,22 @@ def write_certificate(report: Report, folder: Path) -> Path:
     path.write_text(json.dumps(certificate, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     path.with_suffix(".md").write_text(_page(certificate, report.checks), encoding="utf-8")
     return path
+
+
+def certificate_path(report: Report, folder: Path) -> Path:
+    """Where the report's certificate lies."""
+    hardware = hardware_of(report.device)
+    return folder / f"{report.candidate}-{hardware}.json".replace(" ", "-")
+
+
+def asked_more(report: Report, folder: Path) -> bool:
+    """Whether a certificate lies there for the same versions that rests on more than the report: a
+    full one, where this is a quick one that found nothing."""
+    if not (report.quick and report.certifies):
+        return False
+    held = read_certificate(certificate_path(report, folder))
+    same = held.get("versions") == versions(report.candidate)
+    return same and held.get("passed") is True and held.get("quick") is False
 
 
 def machine(device: str) -> dict[str, str]:
