@@ -134,7 +134,7 @@ def test_threads_that_would_never_end_are_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("octavo.engine.build.granted_cores", lambda: 2)
-    with pytest.raises(ConfigError, match="threads is 1000, .* at most 32"):
+    with pytest.raises(ConfigError, match=r"threads is 1000, .* at most 32"):
         LLM(str(folder), threads=1000)
 
 
