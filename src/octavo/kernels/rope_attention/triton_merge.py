@@ -63,16 +63,15 @@ def merge_shares(
     acc = gl.zeros([HEADS, D], gl.float32, layout=ANSWER)
     first_place = first_head * splits
     for i in range(0, count, MERGED):
-        # Read past the L1, where older ones may lie.
+        # Older ones don't lie in the L1 any more: the atomic that told has emptied it.
         places = first_place + part_head[None, :] * splits + (i + part)[:, None]
         there = (i + part < count)[:, None] & (part_head < GROUP)[None, :]
-        part_max = gl.load(part_m + places, mask=there, other=float("-inf"), cache_modifier=".cg")
-        part_sum = gl.load(part_l + places, mask=there, other=0.0, cache_modifier=".cg")
+        part_max = gl.load(part_m + places, mask=there, other=float("-inf"))
+        part_sum = gl.load(part_l + places, mask=there, other=0.0)
         values = gl.load(
             part_out + (places[:, :, None] * HEAD_DIM + column[None, None, :]),
             mask=there[:, :, None] & (column < HEAD_DIM)[None, None, :],
             other=0.0,
-            cache_modifier=".cg",
         )
         next_m, next_l, next_acc = merge(part_max, part_sum, values, PARTS)
         new_m = gl.maximum(m, next_m)
