@@ -80,6 +80,8 @@ def inspect(binary: Any) -> dict[str, Any]:
         "stack": int(found["STACK"]),
         "waits": "ACQBULK" in code,
         "early": "UTMALDG" in before_wait or "LDGSTS" in before_wait,
+        "counts": "ATOMG" in code,
+        "empties_l1": "CCTL.IVALL" in code.partition("ATOMG")[2],
     }
 
 

@@ -47,3 +47,10 @@ def test_weights_and_history_are_asked_for_before_the_wait(case):
     kernel = compiled()[case]
     assert kernel["waits"]
     assert kernel["early"]
+
+
+def test_a_merge_reads_nothing_old():
+    """Whoever counts a head's finished blocks empties the L1 before it reads what they left."""
+    merging = {case: kernel for case, kernel in compiled().items() if kernel["counts"]}
+    assert "attention, 128K" in merging
+    assert [case for case, kernel in merging.items() if not kernel["empties_l1"]] == []
