@@ -23,9 +23,10 @@ from octavo.engine.batch import StepBatch
 from octavo.engine.sampling import SamplingRow, make_sampling_batch
 from octavo.host import granted_cores
 from octavo.runtime.candidates import Model
-from octavo.runtime.cuda import Attention, CudaRuntime, Limits
+from octavo.runtime.cuda import CudaRuntime, Limits
 from octavo.runtime.cuda_compile import compile_kernels, note_kernels
 from octavo.runtime.cuda_early import compiled_mark, dismiss_forge, set_cache_folder
+from octavo.runtime.cuda_stages import Attention
 from octavo.runtime.eager import free_device_memory, make_layers
 from octavo.runtime.memory import plan_kv
 from octavo.runtime.torch_weights import DecoderTensors, load_weights, random_weights
