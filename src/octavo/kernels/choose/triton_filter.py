@@ -21,6 +21,7 @@ from octavo.kernels.choose.triton_draw import (
     NEVER,
     float_setting,
     is_filtered,
+    noise_key,
     setting,
     token_noise,
 )
@@ -175,7 +176,7 @@ def short_list_kernel(
             target = top_p.to(tl.float64) * REACHED * total
             kept &= tl.cumsum(weight, 0) - weight < target
         token = tl.where(kept, token, 0)
-        noise = token_noise(settings, stride_settings, row, token)
+        noise = token_noise(noise_key(settings, stride_settings, row), token)
         total = tl.where(kept, score + noise, float("-inf"))
         drawn = tl.min(tl.where(total == tl.max(total, 0), token, NEVER), 0)
         tl.store(ids_out + row, drawn)
@@ -239,7 +240,7 @@ def long_list_kernel(
         drawn = tl.full([], NEVER, tl.int32)
         for first in range(0, count, BLOCK):
             score, token, kept = _load(scores, tokens, count, first, threshold, last, BLOCK)
-            noise = token_noise(settings, stride_settings, row, token)
+            noise = token_noise(noise_key(settings, stride_settings, row), token)
             total = tl.where(kept, score + noise, float("-inf"))
             top = tl.max(total, 0)
             candidate = tl.min(tl.where(total == top, token, NEVER), 0)
