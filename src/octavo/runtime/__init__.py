@@ -51,6 +51,16 @@ class ReportsSplits(Protocol):
 
 
 @runtime_checkable
+class DecodesWhole(Protocol):
+    """What a runtime may have besides: a decode step and its sampling in one launch."""
+
+    def decode(self, batch: StepBatch, sampling: SamplingBatch, *, goes_on: bool) -> Any:
+        """:meth:`Runtime.forward` and :meth:`Runtime.sample` of rows of a single token that all
+        sample. ``goes_on``: they are the rows of the step launched before, a token further on in
+        the block where that one was written."""
+
+
+@runtime_checkable
 class DecodesAhead(Protocol):
     """What a runtime may have besides: several decode steps in one call, so that what the host does
     between two is done once. The ids are those of single steps."""

@@ -6,6 +6,9 @@ one of a few sizes; the first such step of a size is launched op by op, the seco
 from then on it is one launch. Every other step is launched op by op. Nothing waits for the device
 but :meth:`CudaRuntime.wait`.
 
+Of few rows, such a step and its sampling are one launch where the engine tells both at once, and
+that makes the next step's inputs, too: while no row begins a block, nothing is uploaded.
+
 Deterministic, a token's bits depend on nothing but the tokens before it (docs/precision.md has the
 rules): decode rows and prefill rows are carried out apart, whatever step they are part of, each by
 kernels of their own whose sums don't depend on the batch.
@@ -44,6 +47,10 @@ from octavo.runtime.upload import Upload
 # A prefill row of so many operations in one layer's attention is worth the calls, a dozen a row,
 # that a candidate makes for which the host cuts rows up; below, one launch for all rows is faster.
 LONG_ROW_FLOPS = 1e11
+
+# Up to so many rows, a decode step has a graph together with its sampling. Of more, hardly a step
+# goes by in which no row begins a block, and what lies between two steps is less of it.
+WHOLE_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -108,6 +115,7 @@ class CudaRuntime:
             device=self.device,
         )
         self._hidden: Tensor | None = None  # of the last step's wanted logits; None: all sampled
+        self._is_next = False  # the inputs are those of the step that follows the last one
         self._buckets = batch_buckets(limits.rows)
         self._graphs = Graphs(graphs)
         self._sampler = DeviceSampler(self._logits, self._buckets, self._graphs)
@@ -120,7 +128,7 @@ class CudaRuntime:
         with self._on_device():  # the largest scratch, once
             self._plans = {self._buckets[-1]: self._decode_groups(self._buckets[-1])}
 
-    # ---- the two launches of a step
+    # ---- the two launches of a step, and both in one
 
     def forward(self, batch: StepBatch) -> None:
         """See :class:`octavo.runtime.Runtime`."""
@@ -128,16 +136,15 @@ class CudaRuntime:
         # Where every row decodes and samples, logits are those of the rows in order.
         plain = batch.num_decodes == batch.num_tokens
         plain &= batch.num_tokens == len(batch.sample_rows) == len(batch.logits_indices)
-        bucket = next(size for size in self._buckets if size >= rows) if plain else None
         with self._on_device():
-            self._upload.send(pack(batch, self._upload.array()))
-            if bucket is None:
-                self._unpack(batch.num_tokens, batch.num_rows)
-                self._mixed(batch)
-            else:
-                self._decode(bucket, int(batch.seq_lens.max()))
+            if plain:
+                key = self._decode_key(self._bucket(rows), int(batch.seq_lens.max()))
+                self._lay_out(batch, key[0], key[0])
+                self._graphs.run(key, lambda: self._launch_decode(*key))
                 self._hidden = None
-            self._upload.launched()
+            else:
+                self._lay_out(batch, batch.num_tokens, rows)
+                self._mixed(batch)
         self._batch = batch
 
     def sample(self, batch: SamplingBatch) -> Handle:
@@ -145,6 +152,26 @@ class CudaRuntime:
         rows = self._batch.sample_rows
         with self._on_device():
             return self._sampler.launch(batch, rows, self._logits_at)
+
+    def decode(self, batch: StepBatch, sampling: SamplingBatch, *, goes_on: bool) -> Handle:
+        """See :class:`octavo.runtime.DecodesWhole`."""
+        if batch.num_rows > WHOLE_ROWS or sampling.edits_logits:
+            self.forward(batch)
+            return self.sample(sampling)
+        rows = self._bucket(batch.num_rows)
+        key = self._decode_key(rows, int(batch.seq_lens.max()))
+        with self._on_device():
+            if not (goes_on and self._is_next):
+                self._lay_out(batch, rows, rows)
+            filtered = self._sampler.prepare(sampling, batch.sample_rows)
+
+            def launch() -> None:
+                self._launch_decode(*key)
+                self._sampler.choose(rows, filtered, self._inputs)
+
+            self._graphs.run(("whole", *key, filtered), launch)
+            self._batch, self._hidden, self._is_next = batch, None, True
+            return self._sampler.hand_over(sampling, batch.sample_rows, self._logits_at)
 
     def wait(self, handle: Handle) -> SampleOutput:
         return self._sampler.wait(handle)
@@ -175,7 +202,10 @@ class CudaRuntime:
         with torch.inference_mode(), on_stream:
             yield
 
-    def _unpack(self, num_tokens: int, num_rows: int) -> None:
+    def _lay_out(self, batch: StepBatch, num_tokens: int, num_rows: int) -> None:
+        """Make the step's inputs, padded to so many tokens and rows."""
+        self._is_next = False
+        self._upload.send(pack(batch, self._upload.array()))
         unpack(
             self._upload.device,
             self._sampler.row_ids,
@@ -183,8 +213,12 @@ class CudaRuntime:
             num_tokens=num_tokens,
             num_rows=num_rows,
         )
+        self._upload.launched()
 
     # ---- steps in which every row decodes
+
+    def _bucket(self, rows: int) -> int:
+        return next(size for size in self._buckets if size >= rows)
 
     def _fused_of(self, rows: int) -> FusedDecode | None:
         """What fuses decode steps of so many rows, if anything does."""
@@ -194,12 +228,7 @@ class CudaRuntime:
         fused = self._fused_of(bucket)
         return bucket, None if fused is None else fused.cuts(bucket, longest)
 
-    def _decode(self, bucket: int, longest: int) -> None:
-        key = self._decode_key(bucket, longest)
-        self._graphs.run(key, lambda: self._launch_decode(*key))
-
     def _launch_decode(self, bucket: int, cuts: Cuts | None) -> None:
-        self._unpack(bucket, bucket)
         fused, logits = self._fused_of(bucket), self._logits[:bucket]
         if fused is not None and cuts is not None and fused.has_head:
             fused.launch(bucket, cuts, logits)

@@ -134,7 +134,9 @@ def choose(
 
 def _advanced(inputs: StepInputs | None) -> tuple[Tensor, ...] | None:
     """What a token more changes, as the kernels take it."""
-    return inputs and (inputs.ids, inputs.positions, inputs.slots, inputs.seq_lens)
+    if inputs is None:
+        return None
+    return inputs.ids, inputs.positions, inputs.slots, inputs.seq_lens
 
 
 def _draw_from_few(logits: Tensor, settings: Tensor, num_rows: int, scratch: Scratch) -> None:
