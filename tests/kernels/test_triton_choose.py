@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import fields
 
 import numpy as np
@@ -30,14 +31,16 @@ def ids_of(
     logits: np.ndarray,
     rows: list[SamplingRow],
     dtype: torch.dtype,
+    step_rows: Sequence[int] = (),
     inputs: StepInputs | None = None,
 ) -> np.ndarray:
     """What the kernels choose; logits are those values exactly."""
     vocab_size = logits.shape[1]
     batch = make_sampling_batch(rows, sample_indices=range(len(rows)), vocab_size=vocab_size)
-    settings = torch.from_numpy(pack_settings(batch, np.arange(len(rows), dtype=np.int32), 6))
+    places = np.array(step_rows or range(len(rows)), np.int32)
+    settings = torch.from_numpy(pack_settings(batch, places, 6))
     ids = torch.full((4, len(rows)), -7, dtype=torch.int32)
-    row_ids = torch.full((len(rows),), -7, dtype=torch.int32)
+    row_ids = torch.full((max(places) + 1,), -7, dtype=torch.int32)
     before = settings.clone()
     scratch = make_scratch(len(rows), vocab_size, "cpu")
     choose(
@@ -51,7 +54,9 @@ def ids_of(
         inputs=inputs,
     )
     assert not scratch.counters.any()
-    assert torch.equal(row_ids, ids[2].clamp(min=0))
+    wanted = torch.full_like(row_ids, -7)
+    wanted[places] = ids[2].clamp(min=0)
+    assert torch.equal(row_ids, wanted)
     before[-2:] += 1
     assert torch.equal(settings, before)
     return ids[2].numpy()  # the turn is 6
@@ -156,7 +161,7 @@ def test_draws_follow_the_distribution():
 @pytest.mark.parametrize("settings", [{"temperature": 0.0}, {}, {"top_p": 0.5}], ids=str)
 @pytest.mark.parametrize("groups", [1, 2])
 def test_inputs_become_those_of_the_next_token(settings, groups):
-    """But for padding, which stays."""
+    """But for padding, whose ids go elsewhere."""
     rng = np.random.default_rng(groups)
     rows = [row(seed=i, **settings) for i in range(5)]
     found, wanted = (make_inputs(9, 7, groups, 4, "cpu") for _ in range(2))
@@ -165,11 +170,9 @@ def test_inputs_become_those_of_the_next_token(settings, groups):
         for inputs in (found, wanted):
             values = np.random.default_rng(len(shape)).integers(1, 1000, shape)
             getattr(inputs, field.name).copy_(torch.from_numpy(values))
-    for inputs in (found, wanted):
-        inputs.seq_lens[3:] = 0
     logits = rng.standard_normal((5, 2100)).astype(np.float32)
     logits[1, 7] = math.nan
-    ids = ids_of(logits, rows, torch.float32, inputs=found)
-    advance(wanted, torch.from_numpy(ids).clamp(min=0))
+    ids = ids_of(logits, rows, torch.float32, [0, 1, 2, 6, 6], found)
+    advance(wanted, torch.from_numpy(ids[:3]).clamp(min=0))
     for field in fields(StepInputs):
         assert torch.equal(getattr(found, field.name), getattr(wanted, field.name)), field.name

@@ -35,6 +35,7 @@ SETTINGS = (
     "turn",
 )
 CHUNK = 2048  # tokens of a block
+WARPS = 4
 FILTER_BLOCK = 2048
 EDGES = 8
 SHORT_LIST = 1024
@@ -91,9 +92,9 @@ def choose(
     [turns, rows] int32 (pinned host memory will do) gets the tokens at ``turn % turns``, -1 where a
     row's logits are not finite, and so does ``row_ids[step_row]``, but 0 for -1. Positions and
     turns are counted up, ready for the next token. ``filtered``: a row may have top_k, top_p or
-    min_p. ``inputs``, of a step whose row r is column r, become those of the next token
-    (:func:`octavo.kernels.step_inputs.reference.advance`). Launches only; ``logits`` alone may be
-    written by the kernel in front.
+    min_p. ``inputs``, of a step whose row r is column r (one with another ``step_row`` is padding),
+    become those of the next token: ``advance`` of ``kernels/step_inputs/reference.py``. Launches
+    only; ``logits`` alone may be written by the kernel in front.
     """
     vocab_size = logits.shape[1]
     chunks = triton.cdiv(vocab_size, CHUNK)
@@ -110,7 +111,7 @@ def choose(
         "TURNS": len(ids),
         "GROUPS": 0 if inputs is None else len(inputs.slots),
         "CHUNKS": triton.next_power_of_2(chunks),
-        "num_warps": 4,
+        "num_warps": WARPS,
     }
     choose_kernel[(chunks, num_rows)](
         logits,

@@ -250,7 +250,7 @@ def _hand_over(
     step_row, position, turn = places
     tl.store(ids_out + (turn % TURNS) * stride_ids_out + row, token)
     tl.store(row_ids + step_row, tl.maximum(token, 0))
-    if inputs is not None:
+    if inputs is not None and step_row == row:
         advance_row(row, tl.maximum(token, 0), inputs, stride_slots, GROUPS)
     # Every thread has read both: since then all have met, to find the winner.
     tl.store(settings + 9 * stride_settings + row, position + 1)

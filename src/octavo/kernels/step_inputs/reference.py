@@ -37,9 +37,9 @@ def unpack(
 def advance(inputs: StepInputs, ids: Tensor) -> None:
     """Make the inputs of a step in which each row decodes those of the next, whose ids [rows] these
     are: a token further on, in the block of the token before. Where that was a block's last, the
-    slot is wrong, and the inputs must be laid out anew."""
-    rows = inputs.seq_lens[: len(ids)] > 0  # others are padding
-    inputs.ids[: len(ids)][rows] = ids[rows]
-    inputs.positions[: len(ids)][rows] += 1
-    inputs.slots[:, : len(ids)][:, rows] += 1
-    inputs.seq_lens[: len(ids)][rows] += 1
+    slot is wrong, and the inputs must be laid out anew. Padding stays."""
+    rows = len(ids)
+    inputs.ids[:rows] = ids
+    inputs.positions[:rows] += 1
+    inputs.slots[:, :rows] += 1
+    inputs.seq_lens[:rows] += 1

@@ -107,14 +107,10 @@ def _unpack_kernel(
 @triton.jit
 def advance_row(row, token, inputs, stride_slots, GROUPS: tl.constexpr):
     """A part of a kernel: :func:`octavo.kernels.step_inputs.reference.advance` of one row.
-    ``inputs`` are ids, positions, slots and lengths."""
+    ``inputs`` are ids, positions, slots and lengths. Nothing waits for the memory."""
     ids, positions, slots, seq_lens = inputs
-    length = tl.load(seq_lens + row)
-    position = tl.load(positions + row)
-    is_row = length > 0
-    tl.store(ids + row, token, mask=is_row)
-    tl.store(positions + row, position + 1, mask=is_row)
-    tl.store(seq_lens + row, length + 1, mask=is_row)
+    tl.store(ids + row, token)
+    tl.atomic_add(positions + row, 1, sem="relaxed")
+    tl.atomic_add(seq_lens + row, 1, sem="relaxed")
     for group in tl.static_range(GROUPS):
-        slot = tl.load(slots + group * stride_slots + row)
-        tl.store(slots + group * stride_slots + row, slot + 1, mask=is_row)
+        tl.atomic_add(slots + group * stride_slots + row, 1, sem="relaxed")
