@@ -40,7 +40,7 @@ def _draws_from_few(settings, stride, row, vocab_size):
 @triton.jit
 def _threshold(j, EDGES: tl.constexpr):
     """Thresholds lie closer near the likeliest token; the last one is ``LOWEST_SCORE``."""
-    share = (j + 1).to(tl.float32) / EDGES
+    share = (j + 1) / EDGES
     return share * share * LOWEST_SCORE
 
 
@@ -84,11 +84,12 @@ def bounds_kernel(
             vocab_size, CHUNKS,
         )  # fmt: skip
         floor = float_setting(settings, stride_settings, 5, row)
-        j = tl.arange(0, EDGES)
-        reaches = (score[:, None] >= _threshold(j, EDGES)[None, :]) & (score >= floor)[:, None]
-        out = above + (row * tl.num_programs(0) + block) * (2 * EDGES) + j
-        tl.store(out, tl.sum(reaches.to(tl.float32), 0))
-        tl.store(out + EDGES, tl.sum(tl.where(reaches, tl.exp(score)[:, None], 0.0), 0))
+        out = above + (row * tl.num_programs(0) + block) * (2 * EDGES)
+        weight = tl.exp(score)
+        for j in tl.static_range(EDGES):  # all at once, each score would be made EDGES times
+            reaches = (score >= _threshold(j, EDGES)) & (score >= floor)
+            tl.store(out + j, tl.sum(reaches.to(tl.int32), 0).to(tl.float32))
+            tl.store(out + EDGES + j, tl.sum(tl.where(reaches, weight, 0.0), 0))
         if block == 0:
             tl.store(lengths + row, 0)
 
