@@ -138,8 +138,9 @@ class CudaRuntime:
         plain &= batch.num_tokens == len(batch.sample_rows) == len(batch.logits_indices)
         with self._on_device():
             if plain:
-                key = self._decode_key(self._bucket(rows), int(batch.seq_lens.max()))
-                self._lay_out(batch, key[0], key[0])
+                rows = self._bucket(rows)
+                self._lay_out(batch, rows, rows)
+                key = self._decode_key(rows, int(batch.seq_lens.max()))
                 self._graphs.run(key, lambda: self._launch_decode(*key))
                 self._hidden = None
             else:
@@ -159,11 +160,11 @@ class CudaRuntime:
             self.forward(batch)
             return self.sample(sampling)
         rows = self._bucket(batch.num_rows)
-        key = self._decode_key(rows, int(batch.seq_lens.max()))
         with self._on_device():
             if not (goes_on and self._is_next):
                 self._lay_out(batch, rows, rows)
             filtered = self._sampler.prepare(sampling, batch.sample_rows)
+            key = self._decode_key(rows, int(batch.seq_lens.max()))
 
             def launch() -> None:
                 self._launch_decode(*key)

@@ -35,7 +35,7 @@ SETTINGS = (
     "turn",
 )
 CHUNK = 2048  # tokens of a block
-WARPS = 4
+ONE_LAUNCH = 64  # rows
 FILTER_BLOCK = 2048
 EDGES = 8
 SHORT_LIST = 1024
@@ -111,8 +111,9 @@ def choose(
         "TURNS": len(ids),
         "GROUPS": 0 if inputs is None else len(inputs.slots),
         "CHUNKS": triton.next_power_of_2(chunks),
-        "num_warps": WARPS,
+        "num_warps": 4,
     }
+    is_whole = not filtered and num_rows <= ONE_LAUNCH
     choose_kernel[(chunks, num_rows)](
         logits,
         *partials,
@@ -123,13 +124,14 @@ def choose(
         *strides,
         **constants,
         CHUNK=CHUNK,
-        FINISH=not filtered,
+        FINISH=is_whole,
         APPROX=not INTERPRETED,
         DEPENDENT=dependent,
         launch_pdl=dependent,
     )
     if filtered:
         _draw_from_few(logits, settings, num_rows, scratch)
+    if not is_whole:
         finish_kernel[(num_rows,)](*partials, *results, chunks, vocab_size, *strides, **constants)
 
 
