@@ -1,7 +1,8 @@
 """What carries out a step on a device, as the engine sees it.
 
 A step is two launches, ``forward`` and ``sample``, that return before the device is done; ``wait``
-is the only call that blocks. The device carries launches out in their order.
+is the only call that blocks. The device carries launches out in their order. What is more than that
+a runtime may offer, or not.
 """
 
 from __future__ import annotations

@@ -116,14 +116,14 @@ def choose_kernel(
     APPROX: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Grid: (chunks, rows)."""
+    """Grid: (chunks, rows). ``FINISH``: the last block of a row chooses, none has a filter."""
     chunk, row = tl.program_id(0), tl.program_id(1)
     chunks = tl.num_programs(0)
     out = row * chunks + chunk
     source = logits + setting(settings, stride_settings, 0, row).to(tl.int64) * stride_logits
     temperature = float_setting(settings, stride_settings, 2, row)
     key = noise_key(settings, stride_settings, row)
-    places = _places(settings, stride_settings, row)
+    address = _address(settings, stride_settings, row)
     draws = temperature > 0
     if not FINISH:
         draws &= is_filtered(settings, stride_settings, row, vocab_size) == 0
@@ -162,7 +162,7 @@ def choose_kernel(
                 values, ids, row, chunks, temperature, draws, key, stride_partials, CHUNKS
             )
             _hand_over(
-                winner, row, places, settings, ids_out, row_ids, inputs, stride_settings,
+                winner, row, address, settings, ids_out, row_ids, inputs, stride_settings,
                 stride_ids_out, stride_slots, TURNS, GROUPS,
             )  # fmt: skip
 
@@ -192,12 +192,12 @@ def finish_kernel(
     is_few = is_filtered(settings, stride_settings, row, vocab_size)
     draws = (temperature > 0) & (is_few == 0)
     key = noise_key(settings, stride_settings, row)
-    places = _places(settings, stride_settings, row)
+    address = _address(settings, stride_settings, row)
     token = _winner(values, ids, row, chunks, temperature, draws, key, stride_partials, CHUNKS)
     if (temperature > 0) & is_few & (token >= 0):
         token = tl.load(filtered + row)
     _hand_over(
-        token, row, places, settings, ids_out, row_ids, inputs, stride_settings, stride_ids_out,
+        token, row, address, settings, ids_out, row_ids, inputs, stride_settings, stride_ids_out,
         stride_slots, TURNS, GROUPS,
     )  # fmt: skip
 
@@ -223,8 +223,8 @@ def _winner(
 
 
 @triton.jit
-def _places(settings, stride, row):
-    """Where a row's token goes."""
+def _address(settings, stride, row):
+    """Where a row's token goes: its row of the step, its position and its turn."""
     step_row = setting(settings, stride, 1, row)
     position = setting(settings, stride, 9, row)
     turn = setting(settings, stride, 10, row)
@@ -235,7 +235,7 @@ def _places(settings, stride, row):
 def _hand_over(
     token,
     row,
-    places,
+    address,
     settings,
     ids_out,
     row_ids,
@@ -247,11 +247,11 @@ def _hand_over(
     GROUPS: tl.constexpr,
 ):
     """Give a row's token to all who want it, and count up what counts tokens."""
-    step_row, position, turn = places
+    step_row, position, turn = address
     tl.store(ids_out + (turn % TURNS) * stride_ids_out + row, token)
     tl.store(row_ids + step_row, tl.maximum(token, 0))
     if inputs is not None and step_row == row:
         advance_row(row, tl.maximum(token, 0), inputs, stride_slots, GROUPS)
-    # Every thread has read both: since then all have met, to find the winner.
+    # Every thread has read both: all have met since, to find the winner.
     tl.store(settings + 9 * stride_settings + row, position + 1)
     tl.store(settings + 10 * stride_settings + row, turn + 1)
