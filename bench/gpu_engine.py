@@ -386,7 +386,7 @@ class Bench:
         previous = ""
         for start, stop, name in spans:
             busy += max(0.0, stop - max(start, end))
-            if previous.startswith("finish_kernel"):
+            if previous.startswith(("choose_kernel", "finish_kernel")):
                 gaps.append(max(0.0, start - end))
             previous = name
             end = max(end, stop)
@@ -412,6 +412,8 @@ class HostClock:
         self._hook(engine, "step")
         self._hook(engine._runtime, "forward")
         self._hook(engine._runtime, "sample")
+        if hasattr(engine._runtime, "decode"):
+            self._hook(engine._runtime, "decode")
         self._hook(engine._runtime, "wait")
         if hasattr(engine._runtime, "_graphs"):
             self._hook(engine._runtime._graphs, "run")

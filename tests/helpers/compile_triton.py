@@ -23,12 +23,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+import octavo.kernels.choose.triton as choose
 import octavo.kernels.kv_store.triton as kv_store
 import octavo.kernels.linear_fixed.triton as linear_fixed
 import octavo.kernels.split_attention.triton as split_attention
 import octavo.kernels.split_attention.triton_warps as split_warps
 from octavo.attention import AttentionSpec
 from octavo.kernels.paged_prefill.triton import paged_prefill
+from octavo.kernels.step_inputs.layout import make_inputs
 
 HOPPER = GPUTarget("cuda", 90, 32)
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -80,7 +82,7 @@ PREFILL: dict[str, dict[str, Any]] = {
 def main() -> None:
     driver.set_active(NoDevice())
     JITFunction.run = compile_only
-    for module in (split_attention, split_warps, kv_store, linear_fixed):
+    for module in (choose, split_attention, split_warps, kv_store, linear_fixed):
         module.dependent_launches = lambda: True
     results = {}
     for name, (launch, changes) in CASES.items():
@@ -175,6 +177,21 @@ def product(num_tokens: int, kind: Any, n: int = 4096, dtype: Any = torch.bfloat
     linear_fixed.linear_fixed(x, weight, weight[:, 0].contiguous(), counters, kind)
 
 
+def chosen(dtype: Any, filtered: bool, advances: bool) -> None:
+    rows, vocab_size = 4, 151_936
+    settings = torch.zeros(len(choose.SETTINGS), rows, dtype=torch.int32)
+    choose.choose(
+        torch.empty(rows, vocab_size, dtype=dtype),
+        settings,
+        rows,
+        choose.make_scratch(rows, vocab_size, "cpu"),
+        settings,
+        settings[0],
+        filtered=filtered,
+        inputs=make_inputs(rows, rows, 1, 4, "cpu") if advances else None,
+    )
+
+
 CASES: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     **{name: (decode, changes) for name, changes in DECODE.items()},
     **{name: (prefill, changes) for name, changes in PREFILL.items()},
@@ -182,6 +199,13 @@ CASES: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     "product, decode, 1": (product, {"num_tokens": 1, "kind": "decode"}),
     "product, decode, 256": (product, {"num_tokens": 256, "kind": "decode", "n": 32768}),
     "product, prefill": (product, {"num_tokens": 4096, "kind": "prefill"}),
+    "choose": (chosen, {"dtype": torch.bfloat16, "filtered": False, "advances": False}),
+    "choose, filtered": (chosen, {"dtype": torch.float32, "filtered": True, "advances": False}),
+    "choose, advancing": (chosen, {"dtype": torch.bfloat16, "filtered": False, "advances": True}),
+    "choose, filtered, advancing": (
+        chosen,
+        {"dtype": torch.bfloat16, "filtered": True, "advances": True},
+    ),
     "product, fp32": (product, {"num_tokens": 9, "kind": "decode", "dtype": torch.float32}),
 }
 

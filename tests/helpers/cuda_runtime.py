@@ -15,7 +15,8 @@ from octavo.config import EngineConfig
 from octavo.models.families import spec_from_config
 from octavo.models.weights import check_weights
 from octavo.runtime.candidates import choose_attention
-from octavo.runtime.cuda import Attention, CudaRuntime, Limits
+from octavo.runtime.cuda import CudaRuntime, Limits
+from octavo.runtime.cuda_stages import Attention
 from octavo.runtime.eager import make_layers
 from octavo.runtime.torch_weights import load_weights
 

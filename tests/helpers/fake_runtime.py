@@ -14,7 +14,7 @@ holds rubbish.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -65,7 +65,7 @@ class FakeRuntime:
         self.deterministic = deterministic
         self.block_size = block_size
         self.groups = list(groups)
-        self.num_steps = 0
+        self.num_steps = self.num_going_on = 0
         self.batches: list[StepBatch] = []
         self.fail_next: str | None = None  # "forward", "sample" or "wait": raises there, once
         rubbish = np.random.default_rng(0)
@@ -103,6 +103,17 @@ class FakeRuntime:
 
         self._queue.append(run)
         return result
+
+    def decode(
+        self, batch: StepBatch, sampling: SamplingBatch, *, goes_on: bool
+    ) -> list[SampleOutput]:
+        if goes_on:  # a runtime may count up itself
+            check_goes_on(self.batches[-1], batch)
+            self.num_going_on += 1
+            own = np.arange(batch.num_rows, dtype=np.int32)
+            batch = replace(batch, input_ids=np.full_like(own, -1), id_rows=own)
+        self.forward(batch)
+        return self.sample(sampling)
 
     def wait(self, handle: list[SampleOutput]) -> SampleOutput:
         self._fail_if_told("wait")
@@ -176,6 +187,16 @@ def check_batch(batch: StepBatch, block_size: int, deterministic: bool = False) 
     assert (batch.logits_indices[batch.sample_indices] == last).all()
     for array in (batch.input_ids, batch.positions, *batch.slot_mapping, *batch.block_table):
         assert array.dtype == np.int32
+
+
+def check_goes_on(before: StepBatch, batch: StepBatch) -> None:
+    """It is the step before with everything counted up, and each row has its own id."""
+    for slots, last in zip(batch.slot_mapping, before.slot_mapping, strict=True):
+        np.testing.assert_array_equal(slots, last + 1)
+    np.testing.assert_array_equal(batch.positions, before.positions + 1)
+    np.testing.assert_array_equal(batch.seq_lens, before.seq_lens + 1)
+    known = batch.id_rows == -1
+    np.testing.assert_array_equal(batch.id_rows[~known], np.flatnonzero(~known))
 
 
 def check_no_overlap(earlier: StepBatch, batch: StepBatch, block_size: int) -> None:

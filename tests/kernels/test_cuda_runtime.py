@@ -23,13 +23,14 @@ from octavo import LLM, SamplingParams
 from octavo.cache import kv_groups
 from octavo.checkpoint import open_checkpoint
 from octavo.config import EngineConfig
+from octavo.engine.batch import StepBatch
 from octavo.engine.limits import EngineLimits
 from octavo.engine.loop import Engine
 from octavo.engine.request import Request
 from octavo.models.families import spec_from_config
 from octavo.models.weights import check_weights
 from octavo.runtime.candidates import Model, choose_attention
-from octavo.runtime.cuda import batch_buckets
+from octavo.runtime.cuda import CudaRuntime, batch_buckets
 from octavo.runtime.cuda_fused import fused_ways
 from octavo.runtime.cuda_load import run_largest_steps, shortened, warm_up
 
@@ -124,6 +125,39 @@ def test_the_engine_answers_as_on_the_eager_runtime(model: Path, overlapped: boo
         assert token_ids == output.outputs[0].token_ids
         check_logprobs(logprobs, output.outputs[0].logprobs)
         check_logprobs(prompt_logprobs, output.prompt_logprobs)
+
+
+@pytest.mark.parametrize("model", ["gemma3"], indirect=True)
+def test_steps_of_which_nothing_is_uploaded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device counts itself, but where a row begins a block; padded and in windows."""
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=1),
+        SamplingParams(temperature=0.9, seed=3, max_tokens=40, ignore_eos=True),
+        SamplingParams(temperature=0.8, top_k=20, seed=4, max_tokens=40, ignore_eos=True),
+    ]
+    prompts = [{"prompt_token_ids": IDS[i : i + 20]} for i in range(3)]
+    eager = LLM(str(model), device="cpu", enforce_eager=True, exact=True, max_model_len=320)
+    wanted = eager.generate(prompts, params, use_tqdm=False)
+    driver = load(model)
+    lay_out, laid_out = CudaRuntime._lay_out, []
+
+    def counted(runtime: CudaRuntime, batch: StepBatch, *sizes: int) -> None:
+        laid_out.append(batch)
+        lay_out(runtime, batch, *sizes)
+
+    monkeypatch.setattr(CudaRuntime, "_lay_out", counted)
+    limits = EngineLimits(4, 80, 320, 16, (64,) * len(driver.groups), async_scheduling=True)
+    engine = Engine(driver.runtime, driver.groups, limits)
+    for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+        engine.add(Request(str(i), prompt["prompt_token_ids"], one, frozenset(), one.seed or 0))
+    found = answers(engine, len(params))
+    for (token_ids, logprobs, _), output in zip(found, wanted, strict=True):
+        assert token_ids == output.outputs[0].token_ids
+        check_logprobs(logprobs, output.outputs[0].logprobs)
+    # The prompts, the first decode step and the first of the run; where all begin a block; where
+    # a row has ended.
+    assert len(laid_out) == 3 + 2 + 1
+    assert engine.stats().num_steps == 40
 
 
 def answers(engine: Engine, count: int) -> list[tuple[list, list | None, list | None]]:

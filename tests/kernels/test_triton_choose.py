@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -13,6 +15,8 @@ import torch
 
 from octavo.engine.sampling import SamplingRow, make_sampling_batch, sample
 from octavo.kernels.choose.triton import choose, make_scratch
+from octavo.kernels.step_inputs.layout import StepInputs, make_inputs
+from octavo.kernels.step_inputs.reference import advance
 from octavo.runtime.device_sampling import pack_settings
 from octavo.sampling_params import SamplingParams
 
@@ -23,27 +27,43 @@ def both_lists(monkeypatch):
     monkeypatch.setattr("octavo.kernels.choose.triton.SHORT_LIST", 64)
 
 
-def ids_of(logits: np.ndarray, rows: list[SamplingRow], dtype: torch.dtype) -> np.ndarray:
+def ids_of(
+    logits: np.ndarray,
+    rows: list[SamplingRow],
+    dtype: torch.dtype,
+    step_rows: Sequence[int] = (),
+    inputs: StepInputs | None = None,
+) -> np.ndarray:
     """What the kernels choose; logits are those values exactly."""
     vocab_size = logits.shape[1]
     batch = make_sampling_batch(rows, sample_indices=range(len(rows)), vocab_size=vocab_size)
-    settings = torch.from_numpy(pack_settings(batch, np.arange(len(rows), dtype=np.int32), 6))
+    places = np.array(step_rows or range(len(rows)), np.int32)
+    settings = torch.from_numpy(pack_settings(batch, places, 6))
     ids = torch.full((4, len(rows)), -7, dtype=torch.int32)
-    row_ids = torch.full((len(rows),), -7, dtype=torch.int32)
+    row_ids = torch.full((max(places) + 1,), -7, dtype=torch.int32)
     before = settings.clone()
+    scratch = make_scratch(len(rows), vocab_size, "cpu")
     choose(
         torch.from_numpy(logits).to(dtype),
         settings,
         len(rows),
-        make_scratch(len(rows), vocab_size, "cpu"),
+        scratch,
         ids,
         row_ids,
-        filtered=any(one.params != SamplingParams(**SETTINGS[1]) for one in rows),
+        filtered=any(is_filtered(one.params) for one in rows),
+        inputs=inputs,
     )
-    assert torch.equal(row_ids, ids[2].clamp(min=0))
+    assert not scratch.counters.any()
+    wanted = torch.full_like(row_ids, -7)
+    wanted[places] = ids[2].clamp(min=0)
+    assert torch.equal(row_ids, wanted)
     before[-2:] += 1
     assert torch.equal(settings, before)
     return ids[2].numpy()  # the turn is 6
+
+
+def is_filtered(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
 
 
 def check(logits: np.ndarray, rows: list[SamplingRow], dtype: torch.dtype = torch.float32) -> None:
@@ -95,6 +115,8 @@ def test_random_rows(vocab_size, dtype):
     ]
     logits = rng.standard_normal((len(rows), vocab_size)).astype(np.float32) * 3
     check(logits, rows, dtype)
+    whole = [i for i, one in enumerate(rows) if not is_filtered(one.params)]
+    check(logits[whole], [rows[i] for i in whole], dtype)  # by one launch
 
 
 @pytest.mark.parametrize("vocab_size", [70, 4100])
@@ -134,3 +156,23 @@ def test_draws_follow_the_distribution():
     rows = [row(seed=5, position=i) for i in range(300)]
     shares = np.bincount(ids_of(logits, rows, torch.float32), minlength=4) / 300
     np.testing.assert_allclose(shares, [0.5, 0.3, 0.15, 0.05], atol=0.07)
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {}, {"top_p": 0.5}], ids=str)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_inputs_become_those_of_the_next_token(settings, groups):
+    """But for padding, whose ids go elsewhere."""
+    rng = np.random.default_rng(groups)
+    rows = [row(seed=i, **settings) for i in range(5)]
+    found, wanted = (make_inputs(9, 7, groups, 4, "cpu") for _ in range(2))
+    for field in fields(StepInputs):
+        shape = getattr(found, field.name).shape
+        for inputs in (found, wanted):
+            values = np.random.default_rng(len(shape)).integers(1, 1000, shape)
+            getattr(inputs, field.name).copy_(torch.from_numpy(values))
+    logits = rng.standard_normal((5, 2100)).astype(np.float32)
+    logits[1, 7] = math.nan
+    ids = ids_of(logits, rows, torch.float32, [0, 1, 2, 6, 6], found)
+    advance(wanted, torch.from_numpy(ids[:3]).clamp(min=0))
+    for field in fields(StepInputs):
+        assert torch.equal(getattr(found, field.name), getattr(wanted, field.name)), field.name

@@ -46,6 +46,20 @@ def test_an_unforeseen_end_leaves_one_surplus_row() -> None:
     assert bench.runtime.num_steps - before == index + 2
 
 
+def test_what_a_step_only_counts_up(overlapped: bool) -> None:
+    """Where no row begins a block, comes or goes; the first step of a run follows one of another
+    kind."""
+    bench = Bench(async_scheduling=overlapped)
+    bench.answer(ids(3), max_tokens=30)  # run steps write positions 4 to 31
+    assert bench.runtime.num_going_on == 28 - 1
+    names = [bench.add(ids(2, 1), max_tokens=9), bench.add(ids(5, 2), max_tokens=20)]
+    bench.drain()
+    for name in names:
+        bench.check(name)
+    # Run steps: positions 6 to 23 of the longer row, whose neighbour is gone from 13 on.
+    assert bench.runtime.num_going_on == 27 + 18 - 2
+
+
 def test_rows_of_one_token_come_first() -> None:
     bench = Bench(max_num_batched_tokens=16)
     bench.add(ids(40), max_tokens=10)

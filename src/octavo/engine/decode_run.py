@@ -39,11 +39,13 @@ _ROW_FIELDS = (  # of a SamplingBatch, besides those that count
 
 @dataclass(frozen=True)
 class RunStep:
-    """One step of a run: a token of each request, and an id sampled for each."""
+    """One step of a run: a token of each request, and an id sampled for each. ``goes_on``: all rows
+    of the step before are there, in the same order, and none has begun a block."""
 
     requests: list[Request]
     batch: StepBatch
     sampling: SamplingBatch
+    goes_on: bool
 
 
 def start_run(
@@ -124,7 +126,8 @@ class DecodeRun:
                 return None
             self._keep(kept)
             positions = positions[kept]
-        if not self._extend(positions):
+        begun = positions % self._kv.block_size == 0
+        if not self._extend(positions, begun):
             return None
         self._positions = positions
         requests = self._requests
@@ -161,7 +164,7 @@ class DecodeRun:
         )
         counted = {"sample_indices": rows, "position": seq_lens - self._prompt_lens}
         sampling = SamplingBatch(**vars(self._sampling) | counted)  # half the time of replace
-        return RunStep(requests, batch, sampling)
+        return RunStep(requests, batch, sampling, goes_on=kept is None and not begun.any())
 
     def _kept(self, positions: Int32) -> Int32 | None:
         """The rows that go on to these positions; None: all."""
@@ -181,11 +184,11 @@ class DecodeRun:
         fields = {name: getattr(self._sampling, name)[rows] for name in _ROW_FIELDS}
         self._sampling = replace(self._sampling, **fields)
 
-    def _extend(self, positions: Int32) -> bool:
-        """Make a place for every row's token, where it begins a block, and give back what windows
-        have left behind; False where blocks lack."""
+    def _extend(self, positions: Int32, begun: NDArray[np.bool_]) -> bool:
+        """Make a place for every row's token, where it has ``begun`` a block, and give back what
+        windows have left behind; False where blocks lack."""
         kv, size = self._kv, self._kv.block_size
-        changed = positions % size == 0
+        changed = begun.copy()
         for group in kv.groups:
             if group.window is not None:
                 changed |= (positions - group.window + 1) % size == 0

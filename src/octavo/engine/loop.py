@@ -33,7 +33,7 @@ from octavo.engine.request import Request, RequestStatus
 from octavo.engine.scheduler import ScheduledRow, Scheduler
 from octavo.errors import ConfigError, InvalidRequestError
 from octavo.outputs import FinishReason, TokenLogprobs
-from octavo.runtime import DecodesAhead, ReportsSplits, Runtime
+from octavo.runtime import DecodesAhead, DecodesWhole, ReportsSplits, Runtime
 
 if TYPE_CHECKING:
     from concurrent import futures
@@ -110,6 +110,7 @@ class Engine:
         self._num_splits: Counter[int] = Counter()
         self._reporter = runtime if isinstance(runtime, ReportsSplits) else None
         self._ahead = runtime if isinstance(runtime, DecodesAhead) else None
+        self._whole = runtime if isinstance(runtime, DecodesWhole) else None
 
     @cached_property
     def _grammars(self) -> GrammarCompiler | None:
@@ -264,8 +265,14 @@ class Engine:
         if step is None:
             self._run = None
             return None
-        self._forward(step.batch)
-        return _Step([], step.batch, step.requests, self._runtime.sample(step.sampling))
+        if self._whole is None:
+            self._forward(step.batch)
+            handle = self._runtime.sample(step.sampling)
+        else:
+            self._kv.step_launched()
+            handle = self._whole.decode(step.batch, step.sampling, goes_on=step.goes_on)
+            self._count_step()
+        return _Step([], step.batch, step.requests, handle)
 
     def _launch_forward(self) -> _Step | None:
         rows = self._scheduler.schedule()

@@ -1,7 +1,8 @@
 """What carries out a step on a device, as the engine sees it.
 
 A step is two launches, ``forward`` and ``sample``, that return before the device is done; ``wait``
-is the only call that blocks. The device carries launches out in their order.
+is the only call that blocks. The device carries launches out in their order. What is more than that
+a runtime may offer, or not.
 """
 
 from __future__ import annotations
@@ -48,6 +49,16 @@ class ReportsSplits(Protocol):
     def num_splits(self) -> NDArray[np.int32] | None:
         """Segments of each single-token row of the last forward [R], in the first KV group; None
         where they are decided on the device."""
+
+
+@runtime_checkable
+class DecodesWhole(Protocol):
+    """What a runtime may have besides: a decode step and its sampling in one launch."""
+
+    def decode(self, batch: StepBatch, sampling: SamplingBatch, *, goes_on: bool) -> Any:
+        """:meth:`Runtime.forward` and :meth:`Runtime.sample` of rows of a single token that all
+        sample. ``goes_on``: they are the rows of the step launched before, a token further on in
+        the block where that one was written."""
 
 
 @runtime_checkable

@@ -1,4 +1,4 @@
-"""The ``cuda`` runtime: a model's stages in few launches, decode steps as CUDA graphs.
+"""The ``cuda`` runtime: steps on a GPU, those that decode as CUDA graphs.
 
 A step's integers come in one upload and are laid out in fixed buffers on the device, where ids that
 the host doesn't know yet are filled in. A step in which every row decodes and samples is padded to
@@ -6,8 +6,8 @@ one of a few sizes; the first such step of a size is launched op by op, the seco
 from then on it is one launch. Every other step is launched op by op. Nothing waits for the device
 but :meth:`CudaRuntime.wait`.
 
-Elementwise stages are Triton's kernels, products are the library's, attention is the candidates'.
-A residual isn't added where it comes from but by the next norm, in one kernel.
+Of few rows, such a step and its sampling are one launch where the engine tells both at once, and
+that makes the next step's inputs, too: while no row begins a block, nothing is uploaded.
 
 Deterministic, a token's bits depend on nothing but the tokens before it (docs/precision.md has the
 rules): decode rows and prefill rows are carried out apart, whatever step they are part of, each by
@@ -16,31 +16,26 @@ kernels of their own whose sums don't depend on the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo.attention.spec import AttentionBatch, AttentionSpec, Backend
+from octavo.attention.spec import AttentionBatch, Backend
 from octavo.engine.batch import StepBatch
 from octavo.engine.sampling import SampleOutput, SamplingBatch
-from octavo.kernels.gated.triton import gated
 from octavo.kernels.norm.triton import add_rms_norm
-from octavo.kernels.rope_write.triton import rope_write
 from octavo.kernels.step_inputs.layout import make_inputs
 from octavo.kernels.step_inputs.triton import unpack
-from octavo.models.decoder import StageName, cover, lower
-from octavo.models.rope import inverse_frequencies
-from octavo.models.spec import DecoderSpec, RopeSpec
+from octavo.models.spec import DecoderSpec
 from octavo.runtime.cuda_fused import Cuts, FusedDecode, fused_ways
 from octavo.runtime.cuda_linears import LIBRARY, fixed_linears
+from octavo.runtime.cuda_stages import Attention, Stages
 from octavo.runtime.cuda_step import GroupStep, Step
 from octavo.runtime.device_sampling import DeviceSampler, Handle
 from octavo.runtime.eager import Layer
@@ -49,31 +44,13 @@ from octavo.runtime.packing import most_ints, pack
 from octavo.runtime.torch_weights import DecoderTensors
 from octavo.runtime.upload import Upload
 
-Op = Callable[..., None]  # op(runtime, step) outside the layers, and layer=... in them
-
 # A prefill row of so many operations in one layer's attention is worth the calls, a dozen a row,
 # that a candidate makes for which the host cuts rows up; below, one launch for all rows is faster.
 LONG_ROW_FLOPS = 1e11
 
-
-class GraphBackend(Backend, Protocol):
-    """A candidate that can be captured: it reads its rows on the device whenever it runs."""
-
-    spec: AttentionSpec
-
-    def plan_on_device(
-        self, query_start_loc: Tensor, seq_lens: Tensor, block_table: Tensor
-    ) -> Any: ...
-
-
-@dataclass(frozen=True)
-class Attention:
-    """A KV group's candidates. ``short_prefill`` takes prefill steps whose rows are short, where
-    another candidate than the chosen one can."""
-
-    decode: GraphBackend
-    prefill: Backend
-    short_prefill: GraphBackend | None
+# Up to so many rows, a decode step has a graph together with its sampling. Of more, hardly a step
+# goes by in which no row begins a block, and what lies between two steps is less of it.
+WHOLE_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -114,13 +91,15 @@ class CudaRuntime:
         self.layers = layers
         self._weights = weights
         self._attention = attention
-        self._program = self._bind()
         self._stream: Any = None
         if self.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._deterministic = deterministic
         with self._on_device():
             self._linears = fixed_linears(self.device) if deterministic else LIBRARY
+        self._stages = Stages(
+            spec, weights, layers, attention, self._linears, max_model_len=max_model_len
+        )
         groups = len(attention)
         self._upload = Upload(
             most_ints(limits.tokens, limits.rows, groups, limits.blocks), self.device
@@ -128,11 +107,6 @@ class CudaRuntime:
         self._inputs = make_inputs(
             limits.tokens, limits.rows, groups, limits.blocks, str(self.device)
         )
-        self._rope = {
-            rope: rope_tables(rope, max_model_len, self.device)
-            for rope in {layer.rope for layer in spec.layers}
-        }
-        self._embed_scale = torch.tensor(spec.embed_scale, device=self.device, dtype=self.dtype)
         capped = spec.logit_soft_cap is not None
         self._logits = torch.empty(  # of the rows that sample, in the order of their rows
             limits.rows,
@@ -141,19 +115,20 @@ class CudaRuntime:
             device=self.device,
         )
         self._hidden: Tensor | None = None  # of the last step's wanted logits; None: all sampled
+        self._is_next = False  # the inputs are those of the step that follows the last one
         self._buckets = batch_buckets(limits.rows)
         self._graphs = Graphs(graphs)
         self._sampler = DeviceSampler(self._logits, self._buckets, self._graphs)
         specs = [one.decode.spec for one in attention]
         ways = fused_ways(spec, self.dtype, specs, limits.rows, deterministic=deterministic)
         self._fused = [
-            FusedDecode(way, spec, weights, layers, self._inputs, self._rope)
+            FusedDecode(way, spec, weights, layers, self._inputs, self._stages.rope)
             for way in (ways if fused or deterministic else [])
         ]
         with self._on_device():  # the largest scratch, once
             self._plans = {self._buckets[-1]: self._decode_groups(self._buckets[-1])}
 
-    # ---- the two launches of a step
+    # ---- the two launches of a step, and both in one
 
     def forward(self, batch: StepBatch) -> None:
         """See :class:`octavo.runtime.Runtime`."""
@@ -161,16 +136,16 @@ class CudaRuntime:
         # Where every row decodes and samples, logits are those of the rows in order.
         plain = batch.num_decodes == batch.num_tokens
         plain &= batch.num_tokens == len(batch.sample_rows) == len(batch.logits_indices)
-        bucket = next(size for size in self._buckets if size >= rows) if plain else None
         with self._on_device():
-            self._upload.send(pack(batch, self._upload.array()))
-            if bucket is None:
-                self._unpack(batch.num_tokens, batch.num_rows)
-                self._mixed(batch)
-            else:
-                self._decode(bucket, int(batch.seq_lens.max()))
+            if plain:
+                rows = self._bucket(rows)
+                self._lay_out(batch, rows, rows)
+                key = self._decode_key(rows, int(batch.seq_lens.max()))
+                self._graphs.run(key, lambda: self._launch_decode(*key))
                 self._hidden = None
-            self._upload.launched()
+            else:
+                self._lay_out(batch, batch.num_tokens, rows)
+                self._mixed(batch)
         self._batch = batch
 
     def sample(self, batch: SamplingBatch) -> Handle:
@@ -178,6 +153,26 @@ class CudaRuntime:
         rows = self._batch.sample_rows
         with self._on_device():
             return self._sampler.launch(batch, rows, self._logits_at)
+
+    def decode(self, batch: StepBatch, sampling: SamplingBatch, *, goes_on: bool) -> Handle:
+        """See :class:`octavo.runtime.DecodesWhole`."""
+        if batch.num_rows > WHOLE_ROWS or sampling.edits_logits:
+            self.forward(batch)
+            return self.sample(sampling)
+        rows = self._bucket(batch.num_rows)
+        with self._on_device():
+            if not (goes_on and self._is_next):
+                self._lay_out(batch, rows, rows)
+            filtered = self._sampler.prepare(sampling, batch.sample_rows)
+            key = self._decode_key(rows, int(batch.seq_lens.max()))
+
+            def launch() -> None:
+                self._launch_decode(*key)
+                self._sampler.choose(rows, filtered, self._inputs)
+
+            self._graphs.run(("whole", *key, filtered), launch)
+            self._batch, self._hidden, self._is_next = batch, None, True
+            return self._sampler.hand_over(sampling, batch.sample_rows, self._logits_at)
 
     def wait(self, handle: Handle) -> SampleOutput:
         return self._sampler.wait(handle)
@@ -200,7 +195,7 @@ class CudaRuntime:
         with self._on_device():
             if self._hidden is None:
                 return self._logits[: self._batch.num_rows].float().cpu()
-            return self._head(self._hidden).float().cpu()
+            return self._stages.head(self._hidden).float().cpu()
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
@@ -208,7 +203,10 @@ class CudaRuntime:
         with torch.inference_mode(), on_stream:
             yield
 
-    def _unpack(self, num_tokens: int, num_rows: int) -> None:
+    def _lay_out(self, batch: StepBatch, num_tokens: int, num_rows: int) -> None:
+        """Make the step's inputs, padded to so many tokens and rows."""
+        self._is_next = False
+        self._upload.send(pack(batch, self._upload.array()))
         unpack(
             self._upload.device,
             self._sampler.row_ids,
@@ -216,8 +214,12 @@ class CudaRuntime:
             num_tokens=num_tokens,
             num_rows=num_rows,
         )
+        self._upload.launched()
 
     # ---- steps in which every row decodes
+
+    def _bucket(self, rows: int) -> int:
+        return next(size for size in self._buckets if size >= rows)
 
     def _fused_of(self, rows: int) -> FusedDecode | None:
         """What fuses decode steps of so many rows, if anything does."""
@@ -227,17 +229,12 @@ class CudaRuntime:
         fused = self._fused_of(bucket)
         return bucket, None if fused is None else fused.cuts(bucket, longest)
 
-    def _decode(self, bucket: int, longest: int) -> None:
-        key = self._decode_key(bucket, longest)
-        self._graphs.run(key, lambda: self._launch_decode(*key))
-
     def _launch_decode(self, bucket: int, cuts: Cuts | None) -> None:
-        self._unpack(bucket, bucket)
         fused, logits = self._fused_of(bucket), self._logits[:bucket]
         if fused is not None and cuts is not None and fused.has_head:
             fused.launch(bucket, cuts, logits)
         else:
-            self._head(self._decoded(bucket, cuts), logits)
+            self._stages.head(self._decoded(bucket, cuts), logits)
 
     def _decoded(self, rows: int, cuts: Cuts | None) -> Tensor:
         """The head's input [rows, hidden] for the step's first rows, which decode."""
@@ -250,16 +247,14 @@ class CudaRuntime:
         if rows not in self._plans:
             self._plans[rows] = self._decode_groups(rows)
         step = Step(
-            x=self._embedded(self._inputs.ids[:rows]).float(),
+            x=self._stages.embedded(self._inputs.ids[:rows]).float(),
             linear=self._linears.decode,
             positions=self._inputs.positions[:rows],
             num_decodes=rows,
             groups=self._plans[rows],
             logits_rows=None,
         )
-        for op in self._program:
-            op(self, step)
-        return step.hidden
+        return self._stages.run(step)
 
     def _decode_groups(self, rows: int) -> list[GroupStep]:
         inputs = self._inputs
@@ -288,21 +283,19 @@ class CudaRuntime:
             rows = rows[decoded:] - apart
         if apart < batch.num_tokens:
             step = Step(
-                x=self._embedded(self._inputs.ids[apart : batch.num_tokens]),
+                x=self._stages.embedded(self._inputs.ids[apart : batch.num_tokens]),
                 linear=self._linears.others,
                 positions=self._inputs.positions[apart : batch.num_tokens],
                 num_decodes=batch.num_decodes - apart,
                 groups=[self._plan(number, batch, apart) for number in range(len(self._attention))],
                 logits_rows=rows,
             )
-            for op in self._program:
-                op(self, step)
-            parts.append(step.hidden)
+            parts.append(self._stages.run(step))
         self._hidden = sampled = parts[0] if len(parts) == 1 else torch.cat(parts)
         if len(batch.sample_indices) < len(sampled):
             sampled = sampled[self._indices(batch.sample_indices)]
         if len(sampled):
-            self._head(sampled, self._logits[: len(sampled)])
+            self._stages.head(sampled, self._logits[: len(sampled)])
 
     def _plan(self, group: int, batch: StepBatch, apart: int) -> GroupStep:
         """Of all rows but the first ``apart``."""
@@ -344,7 +337,7 @@ class CudaRuntime:
         """Logits of some of the step's wanted tokens."""
         if self._hidden is None:
             return self._logits[self._indices(indices)]
-        return self._head(self._hidden[self._indices(indices)])
+        return self._stages.head(self._hidden[self._indices(indices)])
 
     def _indices(self, indices: NDArray[np.int32]) -> Tensor:
         source = torch.from_numpy(indices)
@@ -352,112 +345,9 @@ class CudaRuntime:
             source = source.pin_memory()
         return source.to(self.device, non_blocking=True).long()
 
-    # ---- the stages
-
-    def _bind(self) -> list[Op]:
-        """The model's stages as a list of calls. The calls take the runtime as their first
-        argument: a list that holds it would keep its memory until Python looks for cycles."""
-        ops: dict[tuple[StageName, ...], Op] = {
-            ("norm_qkv",): CudaRuntime._norm_qkv,
-            ("rope_write",): CudaRuntime._rope_write,
-            ("attend_split", "attend_merge"): CudaRuntime._attend,
-            ("out_proj", "reduce_add"): CudaRuntime._out_proj,
-            ("norm_ffn_up",): CudaRuntime._norm_ffn_up,
-            ("ffn_down", "reduce_add"): CudaRuntime._ffn_down,
-            ("norm_head",): CudaRuntime._norm_head,
-        }
-        stages = [stage for stage in lower(self.spec) if stage.name not in ("embed", "sample")]
-        return [
-            op if layer is None else partial(op, layer=self.layers[layer])
-            for op, layer in cover(stages, ops)
-        ]
-
-    def _embedded(self, ids: Tensor) -> Tensor:
-        x = F.embedding(ids, self._weights.embed)
-        return x if self.spec.embed_scale == 1.0 else x * self._embed_scale
-
-    def _norm_qkv(self, step: Step, layer: Layer) -> None:
-        weights = layer.weights
-        x = self._normed(step, weights.attn_norm)
-        step.qkv = step.linear(x, weights.qkv, weights.qkv_bias)
-
-    def _rope_write(self, step: Step, layer: Layer) -> None:
-        step.q = rope_write(
-            step.qkv,
-            step.positions,
-            *self._rope[layer.rope],
-            layer.k_cache,
-            layer.v_cache,
-            step.groups[layer.group].slots,
-            num_heads=self.spec.num_heads,
-            qk_norm=layer.weights.qk_norm,
-            eps=self.spec.norm_eps,
-        )
-
-    def _attend(self, step: Step, layer: Layer) -> None:
-        group, caches = step.groups[layer.group], (layer.k_cache, layer.v_cache)
-        decode, count = self._attention[layer.group].decode, step.num_decodes
-        parts = []
-        if group.decode_plan is not None:
-            parts.append(decode.run(step.q[:count], *caches, group.decode_plan)[0])
-        if group.prefill is not None:
-            parts.append(group.prefill.run(step.q[count:], *caches, group.prefill_plan)[0])
-        step.attention = parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _out_proj(self, step: Step, layer: Layer) -> None:
-        weights = layer.weights
-        step.delta = step.linear(step.attention.flatten(1), weights.o, weights.o_bias)
-        step.post_norm = weights.attn_post_norm
-
-    def _norm_ffn_up(self, step: Step, layer: Layer) -> None:
-        weights = layer.weights
-        x = self._normed(step, weights.ffn_norm)
-        up = step.linear(x, weights.gate_up, weights.gate_up_bias)
-        step.ffn = gated(up, self.spec.activation)
-
-    def _ffn_down(self, step: Step, layer: Layer) -> None:
-        weights = layer.weights
-        step.delta = step.linear(step.ffn, weights.down, weights.down_bias)
-        step.post_norm = weights.ffn_post_norm
-
-    def _norm_head(self, step: Step) -> None:
-        step.hidden = self._normed(step, self._weights.final_norm, step.logits_rows)
-
-    def _normed(self, step: Step, weight: Tensor, rows: Tensor | None = None) -> Tensor:
-        """The norm of x, with what is to be added to it added first."""
-        normed = add_rms_norm(
-            step.x,
-            weight,
-            self.spec.norm_eps,
-            delta=step.delta,
-            post_weight=step.post_norm,
-            rows=rows,
-            dtype=self.dtype,
-        )
-        step.delta = step.post_norm = None
-        assert normed is not None
-        return normed
-
-    def _head(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Logits [n, vocab] of normed rows, float32 where they are capped."""
-        cap, head = self.spec.logit_soft_cap, self._weights.head
-        product = out if cap is None else None
-        logits = self._linears.head(hidden, head, out=product)
-        if cap is None:
-            return logits
-        capped = cap * torch.tanh(logits.float() / cap)
-        return capped if out is None else out.copy_(capped)
-
 
 def batch_buckets(max_rows: int) -> list[int]:
     """Sizes to which decode steps are padded: powers of two up to 16, then in steps of 16 and, past
     128, of 32."""
     sizes = [1, 2, 4, 8, *range(16, 128, 16), *range(128, max_rows, 32)]
     return [size for size in sizes if size < max_rows] + [max_rows]
-
-
-def rope_tables(rope: RopeSpec, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosine and sine, float32 [length, rotary_dim / 2], as ``models/rope.py`` has them."""
-    frequencies = torch.from_numpy(inverse_frequencies(rope).copy()).to(device)
-    angles = torch.arange(length, device=device, dtype=torch.float32)[:, None] * frequencies
-    return angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor

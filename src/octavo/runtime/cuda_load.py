@@ -20,12 +20,13 @@ import triton
 from octavo.attention.candidates import Selection, candidate, open_pair
 from octavo.cache.groups import KVGroup, kv_groups
 from octavo.engine.batch import StepBatch
-from octavo.engine.sampling import SamplingRow, make_sampling_batch
+from octavo.engine.sampling import SamplingBatch, SamplingRow, make_sampling_batch
 from octavo.host import granted_cores
 from octavo.runtime.candidates import Model
-from octavo.runtime.cuda import Attention, CudaRuntime, Limits
+from octavo.runtime.cuda import CudaRuntime, Limits
 from octavo.runtime.cuda_compile import compile_kernels, note_kernels
 from octavo.runtime.cuda_early import compiled_mark, dismiss_forge, set_cache_folder
+from octavo.runtime.cuda_stages import Attention
 from octavo.runtime.eager import free_device_memory, make_layers
 from octavo.runtime.memory import plan_kv
 from octavo.runtime.torch_weights import DecoderTensors, load_weights, random_weights
@@ -189,16 +190,22 @@ def warm_up(runtime: CudaRuntime, model: Model, num_blocks: int) -> None:
     for rows, length in runtime.kinds_of_decode(longest):
         run([1] * rows, length)
     run([1], 1, top_k=20, top_p=0.9)
+    one = _made_up([1], [1], config.block_size, num_blocks, model.groups)
+    for params in (SamplingParams(), SamplingParams(top_k=20, top_p=0.9)):
+        runtime.wait(runtime.decode(one, _sampling(runtime, one, params), goes_on=False))
 
 
 def _run(runtime: CudaRuntime, batch: StepBatch, params: SamplingParams) -> None:
-    sampling = make_sampling_batch(
+    runtime.forward(batch)
+    runtime.wait(runtime.sample(_sampling(runtime, batch, params)))
+
+
+def _sampling(runtime: CudaRuntime, batch: StepBatch, params: SamplingParams) -> SamplingBatch:
+    return make_sampling_batch(
         [SamplingRow(params, [0], [], 0, 0, 0)] * batch.num_rows,
         sample_indices=batch.sample_indices,
         vocab_size=runtime.vocab_size,
     )
-    runtime.forward(batch)
-    runtime.wait(runtime.sample(sampling))
 
 
 def _make_runtime(

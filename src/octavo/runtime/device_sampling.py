@@ -25,6 +25,7 @@ from octavo.engine.sampling import (
     SamplingBatch,
 )
 from octavo.kernels.choose.triton import SETTINGS, choose, make_scratch
+from octavo.kernels.step_inputs.layout import StepInputs
 from octavo.outputs import Logprob, TokenLogprobs
 from octavo.runtime.graphs import Graphs
 from octavo.runtime.upload import pinned
@@ -80,7 +81,7 @@ class DeviceSampler:
         self._sent = np.empty((len(SETTINGS), 0), np.int32)  # what the device has
         self._turn = 0
         self._last: SamplingBatch | None = None
-        self._kind = False, False  # edited, filtered
+        self._filtered = False
 
     def launch(
         self,
@@ -91,21 +92,38 @@ class DeviceSampler:
         """Choose for the batch's rows, which are rows ``step_rows`` [S] of the step.
         ``prompt_logits`` gives the logits of other places in the step."""
         count = len(step_rows)
-        turn = self._turn % _TURNS
         if count:
-            if not self._goes_on(batch, step_rows):
-                self._send_settings(pack_settings(batch, step_rows, self._turn))
-                self._kind = batch.edits_logits, _is_filtered(batch, self._logits.shape[1])
-            self._last = batch
-            edited, filtered = self._kind
-            if edited:
+            filtered = self.prepare(batch, step_rows)
+            if batch.edits_logits:
                 self._choose(_edited(self._logits[:count], batch), count, filtered)
             else:
                 bucket = next(size for size in self._buckets if size >= count)
-                self._graphs.run(
-                    ("choose", bucket, filtered),
-                    lambda: self._choose(self._logits, bucket, filtered),
-                )
+                key = ("choose", bucket, filtered)
+                self._graphs.run(key, lambda: self.choose(bucket, filtered))
+        return self.hand_over(batch, step_rows, prompt_logits)
+
+    def prepare(self, batch: SamplingBatch, step_rows: NDArray[np.int32]) -> bool:
+        """Have the rows' settings on the device. Whether a filter is asked for."""
+        if not self._goes_on(batch, step_rows):
+            self._send_settings(pack_settings(batch, step_rows, self._turn))
+            self._filtered = _is_filtered(batch, self._logits.shape[1])
+        self._last = batch
+        return self._filtered
+
+    def choose(self, num_rows: int, filtered: bool, inputs: StepInputs | None = None) -> None:
+        """Choose for so many rows whose settings are on the device; can be captured. ``inputs``, of
+        a step in which every row decodes, become those of the next."""
+        self._choose(self._logits, num_rows, filtered, inputs)
+
+    def hand_over(
+        self,
+        batch: SamplingBatch,
+        step_rows: NDArray[np.int32],
+        prompt_logits: Callable[[NDArray[np.int32]], Tensor],
+    ) -> Handle:
+        """What :meth:`launch` returns, once the ids are being chosen."""
+        count, turn = len(step_rows), self._turn % _TURNS
+        if count:
             self._sent[-2:] += 1  # as the device counts, too
             self._turn += 1
         logprobs = None
@@ -146,7 +164,9 @@ class DeviceSampler:
             prompt_logprobs += _entries(part, batch.prompt_targets[rows], batch.prompt_top[rows])
         return SampleOutput(ids, logprobs, prompt_logprobs)
 
-    def _choose(self, logits: Tensor, count: int, filtered: bool) -> None:
+    def _choose(
+        self, logits: Tensor, count: int, filtered: bool, inputs: StepInputs | None = None
+    ) -> None:
         choose(
             logits,
             self._settings,
@@ -155,6 +175,7 @@ class DeviceSampler:
             self._ids,
             self.row_ids,
             filtered=filtered,
+            inputs=inputs,
         )
 
     def _goes_on(self, batch: SamplingBatch, step_rows: NDArray[np.int32]) -> bool:

@@ -8,14 +8,15 @@ import torch
 import triton
 from torch import Tensor
 
-from octavo.kernels.choose.triton_draw import finish_kernel, partials_kernel
+from octavo.kernels.choose.triton_draw import choose_kernel, finish_kernel
 from octavo.kernels.choose.triton_filter import (
     bounds_kernel,
     collect_kernel,
     long_list_kernel,
     short_list_kernel,
 )
-from octavo.kernels.triton_launch import INTERPRETED
+from octavo.kernels.step_inputs.layout import StepInputs
+from octavo.kernels.triton_launch import INTERPRETED, dependent_launches
 
 # Rows of the settings, int32 [len(SETTINGS), rows]; floats by their bits. ``logits_row`` is a row
 # of the logits, ``step_row`` where the id goes for the next step. ``floor`` is the lowest score
@@ -34,6 +35,7 @@ SETTINGS = (
     "turn",
 )
 CHUNK = 2048  # tokens of a block
+ONE_LAUNCH = 64  # rows; of 256, waiting for one another cost the blocks 4 to 6 us
 FILTER_BLOCK = 2048
 EDGES = 8
 SHORT_LIST = 1024
@@ -44,7 +46,8 @@ class Scratch:
     """What blocks leave for those that follow, for up to so many rows."""
 
     values: Tensor  # float32 [2, rows, chunks]: largest logit, the drawn token's logit
-    ids: Tensor  # int32 [3, rows, chunks]: of both, and whether there is a NaN
+    ids: Tensor  # int32 [2, rows, chunks]: of both
+    counters: Tensor  # int32 [rows]: finished chunks; zero between launches
     above: Tensor  # float32 [rows, filter blocks, 2, EDGES]
     lengths: Tensor  # int32 [rows], of the lists of tokens to draw from
     totals: Tensor  # float64 [rows]: the weight of all tokens that min_p leaves
@@ -63,7 +66,8 @@ def make_scratch(num_rows: int, vocab_size: int, device: str) -> Scratch:
 
     return Scratch(
         floats(2, num_rows, chunks),
-        ints(3, num_rows, chunks),
+        ints(2, num_rows, chunks),
+        ints(num_rows).zero_(),
         floats(num_rows, blocks, 2, EDGES),
         ints(num_rows),
         floats(num_rows, dtype=torch.float64),
@@ -80,6 +84,7 @@ def choose(
     row_ids: Tensor,
     *,
     filtered: bool,
+    inputs: StepInputs | None = None,
 ) -> None:
     """Choose a token for each of the first ``num_rows`` columns of ``settings``.
 
@@ -87,42 +92,54 @@ def choose(
     [turns, rows] int32 (pinned host memory will do) gets the tokens at ``turn % turns``, -1 where a
     row's logits are not finite, and so does ``row_ids[step_row]``, but 0 for -1. Positions and
     turns are counted up, ready for the next token. ``filtered``: a row may have top_k, top_p or
-    min_p. Launches only.
+    min_p. ``inputs``, of a step whose row r is column r (one with another ``step_row`` is padding),
+    become those of the next token: ``advance`` of ``kernels/step_inputs/reference.py``. Launches
+    only; ``logits`` alone may be written by the kernel in front.
     """
     vocab_size = logits.shape[1]
     chunks = triton.cdiv(vocab_size, CHUNK)
-    most_chunks = triton.next_power_of_2(chunks)
-    partials_kernel[(chunks, num_rows)](
-        logits,
-        settings,
-        scratch.values,
-        scratch.ids,
-        vocab_size,
-        logits.stride(0),
-        settings.stride(0),
-        scratch.values.stride(0),
-        CHUNK=CHUNK,
-        APPROX=not INTERPRETED,
-        num_warps=4,
-    )
-    if filtered:
-        _draw_from_few(logits, settings, num_rows, scratch)
-    finish_kernel[(num_rows,)](
-        settings,
-        scratch.values,
-        scratch.ids,
-        scratch.filtered,
-        ids,
-        row_ids,
-        chunks,
-        vocab_size,
+    dependent = dependent_launches()
+    partials = settings, scratch.values, scratch.ids, scratch.filtered
+    results = ids, row_ids, _advanced(inputs)
+    strides = (
         settings.stride(0),
         scratch.values.stride(0),
         ids.stride(0),
-        TURNS=len(ids),
-        CHUNKS=most_chunks,
-        num_warps=4,
+        0 if inputs is None else inputs.slots.stride(0),
     )
+    constants = {
+        "TURNS": len(ids),
+        "GROUPS": 0 if inputs is None else len(inputs.slots),
+        "CHUNKS": triton.next_power_of_2(chunks),
+        "num_warps": 4,
+    }
+    one_launch = not filtered and num_rows <= ONE_LAUNCH
+    choose_kernel[(chunks, num_rows)](
+        logits,
+        *partials,
+        scratch.counters,
+        *results,
+        vocab_size,
+        logits.stride(0),
+        *strides,
+        **constants,
+        CHUNK=CHUNK,
+        FINISH=one_launch,
+        APPROX=not INTERPRETED,
+        DEPENDENT=dependent,
+        launch_pdl=dependent,
+    )
+    if filtered:
+        _draw_from_few(logits, settings, num_rows, scratch)
+    if not one_launch:
+        finish_kernel[(num_rows,)](*partials, *results, chunks, vocab_size, *strides, **constants)
+
+
+def _advanced(inputs: StepInputs | None) -> tuple[Tensor, ...] | None:
+    """What a token more changes, as the kernels take it."""
+    if inputs is None:
+        return None
+    return inputs.ids, inputs.positions, inputs.slots, inputs.seq_lens
 
 
 def _draw_from_few(logits: Tensor, settings: Tensor, num_rows: int, scratch: Scratch) -> None:

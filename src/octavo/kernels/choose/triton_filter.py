@@ -21,6 +21,7 @@ from octavo.kernels.choose.triton_draw import (
     NEVER,
     float_setting,
     is_filtered,
+    noise_key,
     setting,
     token_noise,
 )
@@ -39,7 +40,7 @@ def _draws_from_few(settings, stride, row, vocab_size):
 @triton.jit
 def _threshold(j, EDGES: tl.constexpr):
     """Thresholds lie closer near the likeliest token; the last one is ``LOWEST_SCORE``."""
-    share = (j + 1).to(tl.float32) / EDGES
+    share = (j + 1) / EDGES
     return share * share * LOWEST_SCORE
 
 
@@ -83,11 +84,12 @@ def bounds_kernel(
             vocab_size, CHUNKS,
         )  # fmt: skip
         floor = float_setting(settings, stride_settings, 5, row)
-        j = tl.arange(0, EDGES)
-        reaches = (score[:, None] >= _threshold(j, EDGES)[None, :]) & (score >= floor)[:, None]
-        out = above + (row * tl.num_programs(0) + block) * (2 * EDGES) + j
-        tl.store(out, tl.sum(reaches.to(tl.float32), 0))
-        tl.store(out + EDGES, tl.sum(tl.where(reaches, tl.exp(score)[:, None], 0.0), 0))
+        out = above + (row * tl.num_programs(0) + block) * (2 * EDGES)
+        weight = tl.exp(score)
+        for j in tl.static_range(EDGES):  # all at once, each score would be made EDGES times
+            reaches = (score >= _threshold(j, EDGES)) & (score >= floor)
+            tl.store(out + j, tl.sum(reaches.to(tl.int32), 0).to(tl.float32))
+            tl.store(out + EDGES + j, tl.sum(tl.where(reaches, weight, 0.0), 0))
         if block == 0:
             tl.store(lengths + row, 0)
 
@@ -175,7 +177,7 @@ def short_list_kernel(
             target = top_p.to(tl.float64) * REACHED * total
             kept &= tl.cumsum(weight, 0) - weight < target
         token = tl.where(kept, token, 0)
-        noise = token_noise(settings, stride_settings, row, token)
+        noise = token_noise(noise_key(settings, stride_settings, row), token)
         total = tl.where(kept, score + noise, float("-inf"))
         drawn = tl.min(tl.where(total == tl.max(total, 0), token, NEVER), 0)
         tl.store(ids_out + row, drawn)
@@ -239,7 +241,7 @@ def long_list_kernel(
         drawn = tl.full([], NEVER, tl.int32)
         for first in range(0, count, BLOCK):
             score, token, kept = _load(scores, tokens, count, first, threshold, last, BLOCK)
-            noise = token_noise(settings, stride_settings, row, token)
+            noise = token_noise(noise_key(settings, stride_settings, row), token)
             total = tl.where(kept, score + noise, float("-inf"))
             top = tl.max(total, 0)
             candidate = tl.min(tl.where(total == top, token, NEVER), 0)

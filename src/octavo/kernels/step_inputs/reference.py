@@ -32,3 +32,14 @@ def unpack(
     inputs.prefill_starts[:num_starts] = starts
     inputs.logits_rows[:num_logits] = logits
     inputs.tables[:, :rows, :blocks] = tables.view(groups, rows, blocks)
+
+
+def advance(inputs: StepInputs, ids: Tensor) -> None:
+    """Make the inputs of a step in which each row decodes those of the next, whose ids [rows] these
+    are: a token further on, in the block of the token before. Where that was a block's last, the
+    slot is wrong, and the inputs must be laid out anew. Padding stays."""
+    rows = len(ids)
+    inputs.ids[:rows] = ids
+    inputs.positions[:rows] += 1
+    inputs.slots[:, :rows] += 1
+    inputs.seq_lens[:rows] += 1

@@ -102,3 +102,15 @@ def _unpack_kernel(
                 j = first + tl.arange(0, BLOCK)
                 tl.store(to + j, tl.load(table + j, mask=j < blocks, other=0), mask=j < blocks)
             source += rows * blocks
+
+
+@triton.jit
+def advance_row(row, token, inputs, stride_slots, GROUPS: tl.constexpr):
+    """A part of a kernel: :func:`octavo.kernels.step_inputs.reference.advance` of one row.
+    ``inputs`` are ids, positions, slots and lengths. Nothing waits for the memory."""
+    ids, positions, slots, seq_lens = inputs
+    tl.store(ids + row, token)
+    tl.atomic_add(positions + row, 1, sem="relaxed")
+    tl.atomic_add(seq_lens + row, 1, sem="relaxed")
+    for group in tl.static_range(GROUPS):
+        tl.atomic_add(slots + group * stride_slots + row, 1, sem="relaxed")
