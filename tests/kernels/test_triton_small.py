@@ -47,6 +47,8 @@ def test_rms_norm(size: int, dtype: torch.dtype) -> None:
         {"delta": randn(5, size, dtype=dtype)},
         {"delta": randn(5, size, dtype=dtype), "post_weight": post},
         {"delta": randn(5, size, dtype=dtype), "rows": rows},
+        {"delta": randn(3, 5, size, dtype=dtype)},
+        {"delta": randn(2, 5, size, dtype=dtype), "post_weight": post},
     ):
         for x_dtype in {dtype, torch.float32}:
             x = randn(5, size, dtype=x_dtype)

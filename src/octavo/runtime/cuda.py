@@ -249,6 +249,7 @@ class CudaRuntime:
         step = Step(
             x=self._stages.embedded(self._inputs.ids[:rows]).float(),
             linear=self._linears.decode,
+            added=self._linears.added,
             positions=self._inputs.positions[:rows],
             num_decodes=rows,
             groups=self._plans[rows],
@@ -285,6 +286,7 @@ class CudaRuntime:
             step = Step(
                 x=self._stages.embedded(self._inputs.ids[apart : batch.num_tokens]),
                 linear=self._linears.others,
+                added=self._linears.others,
                 positions=self._inputs.positions[apart : batch.num_tokens],
                 num_decodes=batch.num_decodes - apart,
                 groups=[self._plan(number, batch, apart) for number in range(len(self._attention))],

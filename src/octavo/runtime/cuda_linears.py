@@ -15,13 +15,22 @@ from octavo.kernels.linear_fixed.triton import linear_fixed, make_counters
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of activations, weight and bias
 
+# Of a result of so many rows and no more columns the library has too few tiles for all
+# multiprocessors, or cuts K and adds up in a kernel of its own. Measured of 1,024 and 4,096.
+ROWS_IN_PARTS = range(17, 257)
+MOST_COLUMNS = 4096
+FEW_COLUMNS = 1024  # take more parts
+PART_STEP = 64  # columns of K that a part is a multiple of
+
 
 @dataclass(frozen=True)
 class Linears:
     """``decode`` is for steps, or parts of a step, of decode rows only, ``others`` for all others;
-    ``head(hidden, weight, out=...)``."""
+    ``added`` for decode rows whose result is only added to the residual stream: [T, N], or in parts
+    [P, T, N] that are yet to be added up; ``head(hidden, weight, out=...)``."""
 
     decode: Linear
+    added: Linear
     others: Linear
     head: Callable[..., Tensor]
 
@@ -30,7 +39,19 @@ def _mm(x: Tensor, weight: Tensor, *, out: Tensor | None) -> Tensor:
     return torch.mm(x, weight.t(), out=out)
 
 
-LIBRARY = Linears(F.linear, F.linear, _mm)
+def in_parts(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The library's product, in parts of K where that is faster. Each part is rounded to x's dtype:
+    smaller numbers, so that together they err about as much as the whole would."""
+    (rows, k), columns = x.shape, len(weight)
+    parts = 4 if columns <= FEW_COLUMNS else 2
+    pays = rows in ROWS_IN_PARTS and columns <= MOST_COLUMNS
+    if bias is not None or not pays or k % (parts * PART_STEP):
+        return F.linear(x, weight, bias)
+    of_rows = x.view(rows, parts, k // parts).transpose(0, 1)
+    return torch.bmm(of_rows, weight.view(columns, parts, k // parts).permute(1, 2, 0))
+
+
+LIBRARY = Linears(F.linear, in_parts, F.linear, _mm)
 
 
 def fixed_linears(device: torch.device) -> Linears:
@@ -38,4 +59,4 @@ def fixed_linears(device: torch.device) -> Linears:
     counters = make_counters(device)
     decode = partial(linear_fixed, counters=counters, kind="decode")
     prefill = partial(linear_fixed, counters=counters, kind="prefill")
-    return Linears(decode, prefill, partial(decode, bias=None))
+    return Linears(decode, decode, prefill, partial(decode, bias=None))

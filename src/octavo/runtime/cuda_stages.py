@@ -137,7 +137,7 @@ class Stages:
 
     def _out_proj(self, step: Step, layer: Layer) -> None:
         weights = layer.weights
-        step.delta = step.linear(step.attention.flatten(1), weights.o, weights.o_bias)
+        step.delta = step.added(step.attention.flatten(1), weights.o, weights.o_bias)
         step.post_norm = weights.attn_post_norm
 
     def _norm_ffn_up(self, step: Step, layer: Layer) -> None:
@@ -148,7 +148,7 @@ class Stages:
 
     def _ffn_down(self, step: Step, layer: Layer) -> None:
         weights = layer.weights
-        step.delta = step.linear(step.ffn, weights.down, weights.down_bias)
+        step.delta = step.added(step.ffn, weights.down, weights.down_bias)
         step.post_norm = weights.ffn_post_norm
 
     def _norm_head(self, step: Step) -> None:

@@ -31,11 +31,12 @@ class Step:
 
     x: Tensor  # [T, hidden], the residual stream
     linear: Linear
+    added: Linear  # of products that are only added to x: may give parts
     positions: Tensor  # [T]
     num_decodes: int
     groups: Sequence[GroupStep]
     logits_rows: Tensor | None  # [L], tokens whose logits are wanted; None: all
-    delta: Tensor | None = None  # [T, hidden], to be added to x
+    delta: Tensor | None = None  # [T, hidden], or in parts [P, T, hidden], to be added to x
     post_norm: Tensor | None = None  # its post-norm
     qkv: Tensor = field(init=False)  # [T, q + 2 kv]
     q: Tensor = field(init=False)  # [T, heads, head_dim]

@@ -23,6 +23,8 @@ def add_rms_norm(
     dtype: torch.dtype | None = None,
 ) -> Tensor | None:
     """See :func:`octavo.kernels.norm.triton.add_rms_norm`."""
+    if delta is not None and delta.dim() == 3:
+        delta = delta.float().sum(0)
     if rows is not None:
         x = x[rows.long()]
         delta = None if delta is None else delta[rows.long()]

@@ -24,16 +24,17 @@ def add_rms_norm(
 ) -> Tensor | None:
     """``x += norm(delta) or delta``, in place, and then ``norm(x)``.
 
-    ``x`` [T, hidden]; ``delta`` [T, hidden], normed by itself first where there is a
-    ``post_weight``; weights are float32 [hidden]. Returns ``norm(x)`` in ``dtype`` (x's own by
-    default), None without ``weight``. ``rows`` [L] int32: of these rows only, and x stays as it
-    is. All tensors are contiguous. One launch, no waiting.
+    ``x`` [T, hidden]; ``delta`` [T, hidden], or [P, T, hidden] in parts to be added up, normed by
+    itself first where there is a ``post_weight``; weights are float32 [hidden]. Returns
+    ``norm(x)`` in ``dtype`` (x's own by default), None without ``weight``. ``rows`` [L] int32: of
+    these rows only, and x stays as it is. All tensors are contiguous. One launch, no waiting.
     """
     count = len(x) if rows is None else len(rows)
     size = x.shape[1]
     out = None if weight is None else x.new_empty(count, size, dtype=dtype or x.dtype)
     if count:
         block, dependent = triton.next_power_of_2(size), dependent_launches()
+        parts = 1 if delta is None or delta.dim() == 2 else len(delta)
         _norm_kernel[(count,)](
             x,
             delta,
@@ -42,7 +43,9 @@ def add_rms_norm(
             weight,
             out,
             eps,
+            x.numel() if parts > 1 else 0,
             SIZE=size,
+            PARTS=parts,
             BLOCK=block,
             DEPENDENT=dependent,
             launch_pdl=dependent,
@@ -60,7 +63,9 @@ def _norm_kernel(
     weight,
     out,
     eps,
+    part_size,
     SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -78,11 +83,15 @@ def _norm_kernel(
     residual = x + row * SIZE + cols
     value = tl.load(residual, mask=mask, other=0.0).to(tl.float32)
     if delta is not None:
-        added = tl.load(delta + row * SIZE + cols, mask=mask, other=0.0)
+        place = delta + row * SIZE + cols
+        added = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+        for part in tl.static_range(1, PARTS):
+            added += tl.load(place + part * part_size, mask=mask, other=0.0).to(tl.float32)
         if post_weight is not None:
             post = tl.load(post_weight + cols, mask=mask, other=0.0)
-            added = _norm(added.to(tl.float32), post, eps, SIZE).to(added.dtype)
-        value = (value + added.to(tl.float32)).to(x.dtype.element_ty).to(tl.float32)
+            rounded = _norm(added, post, eps, SIZE).to(delta.dtype.element_ty)
+            added = rounded.to(tl.float32)
+        value = (value + added).to(x.dtype.element_ty).to(tl.float32)
         if rows is None:
             tl.store(residual, value.to(x.dtype.element_ty), mask=mask)
     if weight is not None:
