@@ -98,11 +98,17 @@ def larger(b: Builder, x: Value, y: Value) -> Value:
 
 
 def reduce_max(b: Builder, x: Value) -> Value:
-    return call(b, f"llvm.vector.reduce.fmax.v{x.type.count}f32", x, returns=F32)
+    """The largest of a vector's lanes. (``llvm.vector.reduce.fmax`` becomes a chain over them.)"""
+    return _reduce(b, larger, x)
 
 
 def reduce_sum(b: Builder, x: Value) -> Value:
-    """The sum of a vector's lanes, halving it each time: a fixed order."""
+    """The sum of a vector's lanes: a fixed order."""
+    return _reduce(b, lambda b, x, y: b.fadd(x, y), x)
+
+
+def _reduce(b: Builder, combine: Callable[[Builder, Value, Value], Value], x: Value) -> Value:
+    """Halve a vector until one lane is left."""
     lanes = x.type.count
     while lanes > 1:
         lanes //= 2
@@ -112,7 +118,7 @@ def reduce_sum(b: Builder, x: Value) -> Value:
             )
             for start in (0, lanes)
         )
-        x = b.fadd(low, high)
+        x = combine(b, low, high)
     return b.extract_element(x, I32(0))
 
 
