@@ -39,7 +39,7 @@ from octavo.kernels.paged_prefill.cpu_rows import (
 from octavo.kernels.program import Op, fetch_add, float32s, int32s, op, uint32s
 from octavo.kernels.split_attention.cpu import copy_live
 
-ROWS = 96  # of a tile, about: what is unpacked once serves so many
+ROWS = 192  # of a tile, about: what is unpacked once serves so many
 LOWEST = -3e38  # where maxima begin; finite, so that a row may see nothing of a block
 
 
