@@ -30,7 +30,7 @@ from octavo.kernels.linear.cpu_product import (
 )
 from octavo.kernels.linear.cpu_q8 import quantize_group
 from octavo.kernels.linear.packing import PackedLinear
-from octavo.kernels.program import Call, Op, fetch_add, int32s, int64s, op
+from octavo.kernels.program import Call, Op, fetch_add, int32s, int64s, next_item, op
 from octavo.kernels.vector_ir import F32, I32, I64, loop, pointer, stack
 
 Address = int | NDArray[Any]  # of the first byte, or the array that begins there
@@ -132,23 +132,15 @@ def linear_op(format: str, mode: str, level: str) -> Op:
         pair_width = ROWS if a.activation != 0 else 2 * ROWS
         step = 2 if a.activation != 0 else 1  # columns enough for a group of the result
         piece = pairs_of_item(pairs, step, pair_bytes, num_tokens, num_threads)
-        # For one token all that counts is reading: most of the weights are one stream a thread, and
-        # the rest are items, for threads of unequal speed.
-        share = pairs * 7 // (8 * num_threads * step) * step if num_tokens == 1 else 0
-        shared = share * num_threads
-        pieces = (pairs - shared + piece - 1) // piece
+        pieces = (pairs + piece - 1) // piece
         num_items = pieces * ((num_tokens + RANGE - 1) // RANGE)
         sums = scratch(sums_bytes)
         kept = scratch(kept_bytes)  # results that go nowhere but into q8 rows
         begin(kind)
-        item = -1 if share > 0 else fetch_add(counter, 1)
+        item = next_item(-1, thread, num_threads, counter, num_items)
         while item < num_items:
-            if item < 0:
-                start, first, last = 0, thread * share, thread * share + share
-            else:
-                start = item // pieces * RANGE
-                first = shared + item % pieces * piece
-                last = min(first + piece, pairs)
+            start, first = item // pieces * RANGE, item % pieces * piece
+            last = min(first + piece, pairs)
             stop = min(start + RANGE, num_tokens)
             for pair in range(first, last):
                 block = a.weights + pair * pair_bytes
@@ -180,7 +172,7 @@ def linear_op(format: str, mode: str, level: str) -> Op:
                             quantize_group(
                                 out + i * out_stride, row + i * a.out_q8_stride, a.width, group
                             )
-            item = fetch_add(counter, 1)
+            item = next_item(item, thread, num_threads, counter, num_items)
         end(kind)
 
     return linear
