@@ -27,12 +27,12 @@ def add_to_each(thread, num_threads, counter, args):
 
 @op(done_by="i8", size="i8")
 def sign_each(thread, num_threads, counter, args):
-    """Item i says who did it, from 1 on; twice adds up to more."""
+    """Item i says who did it: 100 for each time, and the thread."""
     a = carray(args, 1)[0]
     done_by = int64s(a.done_by, a.size)
     item = next_item(-1, thread, num_threads, counter, a.size)
     while item < a.size:
-        done_by[item] += thread + 1
+        done_by[item] += 100 + thread
         item = next_item(item, thread, num_threads, counter, a.size)
 
 
@@ -65,9 +65,9 @@ def test_every_item_is_done_once_and_ops_keep_their_order(num_threads):
 def test_most_items_are_dealt_in_runs(num_threads, size):
     done_by, share = np.zeros(size + 1, np.int64), size * 7 // (8 * num_threads)
     Team(num_threads).run(Program([sign_each.bind(done_by=done_by, size=size)]))
-    runs = np.repeat(np.arange(num_threads) + 1, share)
+    runs = np.repeat(100 + np.arange(num_threads), share)
     assert done_by[: len(runs)].tolist() == runs.tolist()
-    assert set(done_by[len(runs) : size]) <= set(range(1, num_threads + 1))
+    assert set(done_by[len(runs) : size]) <= set(range(100, 100 + num_threads))
     assert done_by[size] == 0
 
 

@@ -38,7 +38,6 @@ Address = int | NDArray[Any]  # of the first byte, or the array that begins ther
 TILE = 32  # tokens for which a block is unpacked once
 RANGE = 128  # tokens of an item: their activations stay in the second-level cache
 ITEM_BYTES = 1 << 16  # weights of an item of one token
-PAIRS_OF_A_LINE = 8  # of gate and up: their results' numbers lie in one cache line of a q8 row
 AHEAD = 4096  # bytes that one token's weights are asked for ahead
 _ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2}
 
@@ -181,12 +180,9 @@ def linear_op(format: str, mode: str, level: str) -> Op:
 @jit
 def pairs_of_item(pairs, step, pair_bytes, num_tokens, num_threads):
     """A multiple of ``step``, or all: enough work to be worth a look at the counter, and items
-    enough for threads of unequal speed. Pairs of gate and up (``step`` 2) for many tokens fill
-    a cache line of q8 rows: two threads that write to one take it from each other each time."""
+    enough for threads of unequal speed."""
     ranges = (num_tokens + RANGE - 1) // RANGE
     most = ITEM_BYTES // (pair_bytes * (1 + num_tokens // 16))
-    if num_tokens > TILE and step > 1:
-        most = max(most, PAIRS_OF_A_LINE)
     return max(1, min(pairs * ranges // (8 * num_threads), most) // step) * step
 
 
