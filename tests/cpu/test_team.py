@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numba import carray
 
-from octavo.kernels.program import Program, fetch_add, float32s, int64s, next_item, op
+from octavo.kernels.program import Program, fetch_add, float32s, int64s, next_run, op
 from octavo.kernels.team import Team, team
 
 
@@ -30,10 +30,11 @@ def sign_each(thread, num_threads, counter, args):
     """Item i says who did it: 100 for each time, and the thread."""
     a = carray(args, 1)[0]
     done_by = int64s(a.done_by, a.size)
-    item = next_item(-1, thread, num_threads, counter, a.size)
-    while item < a.size:
-        done_by[item] += 100 + thread
-        item = next_item(item, thread, num_threads, counter, a.size)
+    first, stop = next_run(-1, thread, num_threads, counter, a.size)
+    while first < a.size:
+        for item in range(first, stop):
+            done_by[item] += 100 + thread
+        first, stop = next_run(stop, thread, num_threads, counter, a.size)
 
 
 @op(seen="i8", size="i8")

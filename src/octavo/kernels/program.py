@@ -135,16 +135,16 @@ def fetch_add(typing, counter, amount):
 
 
 @jit
-def next_item(item, thread, num_threads, counter, count):
-    """The item that a thread does after number ``item``, -1 being before its first; ``count`` or
-    more: none. Seven eighths are dealt out beforehand, a run of neighbours for each thread, so that
-    the weights of one token are one stream, and a core's caches have what it reads. The rest are
-    dealt one by one, for threads of unequal speed."""
+def next_run(stop, thread, num_threads, counter, count):
+    """The next items of a thread: the first, and where they stop; from ``count`` on there are none.
+    ``stop`` is that of those before, -1 if there are none. Seven eighths are dealt out beforehand,
+    a run for each thread, so that the weights of one token are one stream, and a core's caches
+    have what it reads. The rest are dealt one by one, for threads of unequal speed."""
     share = count * 7 // (8 * num_threads)
-    following = max(item + 1, thread * share)
-    if following < (thread + 1) * share:
-        return following
-    return num_threads * share + fetch_add(counter, 1)
+    if stop < 0 and share > 0:
+        return thread * share, thread * share + share
+    item = num_threads * share + fetch_add(counter, 1)
+    return item, item + 1
 
 
 @intrinsic

@@ -30,7 +30,7 @@ from octavo.kernels.linear.cpu_product import (
 )
 from octavo.kernels.linear.cpu_q8 import quantize_group
 from octavo.kernels.linear.packing import PackedLinear
-from octavo.kernels.program import Call, Op, fetch_add, int32s, int64s, next_item, op
+from octavo.kernels.program import Call, Op, fetch_add, int32s, int64s, next_run, op
 from octavo.kernels.vector_ir import F32, I32, I64, loop, pointer, stack
 
 Address = int | NDArray[Any]  # of the first byte, or the array that begins there
@@ -136,12 +136,15 @@ def linear_op(format: str, mode: str, level: str) -> Op:
         sums = scratch(sums_bytes)
         kept = scratch(kept_bytes)  # results that go nowhere but into q8 rows
         begin(kind)
-        item = next_item(-1, thread, num_threads, counter, num_items)
+        item, until = next_run(-1, thread, num_threads, counter, num_items)
         while item < num_items:
-            start, first = item // pieces * RANGE, item % pieces * piece
-            last = min(first + piece, pairs)
+            start, first = item // pieces * RANGE, item % pieces
+            taken = min(until - item, pieces - first)  # of the run, as far as these tokens go
+            item += taken
+            if item == until:  # asked for here and not behind the work, one token takes 2 % less
+                item, until = next_run(until, thread, num_threads, counter, num_items)
             stop = min(start + RANGE, num_tokens)
-            for pair in range(first, last):
+            for pair in range(first * piece, min((first + taken) * piece, pairs)):
                 block = a.weights + pair * pair_bytes
                 other = a.weights + min(2 * pair + 1, a.num_blocks - 1) * a.block_bytes
                 following = a.weights + min(pair + 1, pairs - 1) * pair_bytes
@@ -171,7 +174,6 @@ def linear_op(format: str, mode: str, level: str) -> Op:
                             quantize_group(
                                 out + i * out_stride, row + i * a.out_q8_stride, a.width, group
                             )
-            item = next_item(item, thread, num_threads, counter, num_items)
         end(kind)
 
     return linear
