@@ -178,8 +178,8 @@ def prompt(length: int, seed: int, vocab_size: int) -> list[int]:
     prompts begin with alike is computed once."""
     import numpy as np
 
-    numbers = np.random.default_rng((seed, length))
-    ids: list[int] = numbers.integers(10, vocab_size - 10, length).tolist()
+    generator = np.random.default_rng((seed, length))
+    ids: list[int] = generator.integers(10, vocab_size - 10, length).tolist()
     return ids
 
 
