@@ -174,10 +174,12 @@ def resident() -> int:
 
 
 def prompt(length: int, seed: int, vocab_size: int) -> list[int]:
-    """Made-up ids: the same for both engines, others for every seed."""
+    """Made-up ids: the same for both engines, others for every seed and length, since what two
+    prompts begin with alike is computed once."""
     import numpy as np
 
-    ids: list[int] = np.random.default_rng(seed).integers(10, vocab_size - 10, length).tolist()
+    generator = np.random.default_rng((seed, length))
+    ids: list[int] = generator.integers(10, vocab_size - 10, length).tolist()
     return ids
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numba import carray
 
-from octavo.kernels.program import Program, fetch_add, float32s, int64s, op
+from octavo.kernels.program import Program, fetch_add, float32s, int64s, next_run, op
 from octavo.kernels.team import Team, team
 
 
@@ -23,6 +23,18 @@ def add_to_each(thread, num_threads, counter, args):
         if item >= a.size:
             return
         values[item] += a.amount
+
+
+@op(done_by="i8", size="i8")
+def sign_each(thread, num_threads, counter, args):
+    """Item i says who did it: 100 for each time, and the thread."""
+    a = carray(args, 1)[0]
+    done_by = int64s(a.done_by, a.size)
+    first, stop = next_run(-1, thread, num_threads, counter, a.size)
+    while first < a.size:
+        for item in range(first, stop):
+            done_by[item] += 100 + thread
+        first, stop = next_run(stop, thread, num_threads, counter, a.size)
 
 
 @op(seen="i8", size="i8")
@@ -47,6 +59,17 @@ def test_every_item_is_done_once_and_ops_keep_their_order(num_threads):
         crew.run(program)
         assert (values == 2 * turn).all()
         assert seen[-1] == 50 * 51 // 2
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [0, 1, 5, 6, 64, 100])
+def test_most_items_are_dealt_in_runs(num_threads, size):
+    done_by, share = np.zeros(size + 1, np.int64), size * 7 // (8 * num_threads)
+    Team(num_threads).run(Program([sign_each.bind(done_by=done_by, size=size)]))
+    runs = np.repeat(100 + np.arange(num_threads), share)
+    assert done_by[: len(runs)].tolist() == runs.tolist()
+    assert set(done_by[len(runs) : size]) <= set(range(100, 100 + num_threads))
+    assert done_by[size] == 0
 
 
 def test_a_record_can_be_changed_between_runs():

@@ -24,7 +24,7 @@ from octavo.kernels.kv_store.cpu import KV_BYTES
 from octavo.kernels.levels import level
 from octavo.kernels.paged_prefill.cpu import prefill_op, prefill_scratch_bytes, query_tile
 from octavo.kernels.paged_prefill.cpu_products import AMX
-from octavo.kernels.program import Call
+from octavo.kernels.program import PAIR_OF_LINES, Call, buffer
 from octavo.kernels.rope_write.cpu import rope_write, spread_heads
 from octavo.kernels.split_attention.cpu import attend_op, attend_scratch_bytes, merge
 
@@ -56,9 +56,11 @@ class CpuPlan:
         self._arrays: dict[str, NDArray[Any]] = {}  # that it names, by field
         self._partials = np.empty(0, np.float32)
         self._planned_for: NDArray[np.int32] | None = None  # lengths of the rows that were cut
-        scratch_bytes = -(-_scratch_bytes(spec) // 64) * 64
-        self._scratch = np.empty(num_threads * scratch_bytes + 64, np.uint8)
-        self.header["scratch"] = -(-self._scratch.ctypes.data // 64) * 64
+        scratch_bytes = -(-_scratch_bytes(spec) // PAIR_OF_LINES) * PAIR_OF_LINES
+        # Zeros: rows of padding are multiplied too, and denormals would take a CPU a hundred times
+        # as long.
+        self._scratch = buffer(num_threads * scratch_bytes)
+        self.header["scratch"] = self._scratch.ctypes.data
         self.header["scratch_bytes"] = scratch_bytes
 
     @property

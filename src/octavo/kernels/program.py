@@ -134,6 +134,19 @@ def fetch_add(typing, counter, amount):
     return types.int64(types.int64, types.int64), emit
 
 
+@jit
+def next_run(stop, thread, num_threads, counter, count):
+    """The next items of a thread: the first, and where they stop; from ``count`` on there are none.
+    ``stop`` is that of those before, -1 if there are none. Seven eighths are dealt out beforehand,
+    a run for each thread, so that the weights of one token are one stream, and a core's caches
+    have what it reads. The rest are dealt one by one, for threads of unequal speed."""
+    share = count * 7 // (8 * num_threads)
+    if stop < 0 and share > 0:
+        return thread * share, thread * share + share
+    item = num_threads * share + fetch_add(counter, 1)
+    return item, item + 1
+
+
 @intrinsic
 def load_acquire(typing, address):
     """The int64 at an address, with all that was written before it."""

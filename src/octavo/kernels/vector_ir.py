@@ -18,6 +18,8 @@ from octavo.kernels.late import cgutils
 F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 Value = Any  # llvmlite has no types for mypy
 Builder = Any
+# 2**x from -0.5 to 0.5 to 8e-8 of its value: by order, those whose largest error is the smallest.
+_COEFFICIENTS = (1.0, 0.693146944, 0.240221202, 0.0555071309, 0.00967554096, 0.00132764713)
 
 
 def vector(element: Any, lanes: int) -> Any:
@@ -98,11 +100,17 @@ def larger(b: Builder, x: Value, y: Value) -> Value:
 
 
 def reduce_max(b: Builder, x: Value) -> Value:
-    return call(b, f"llvm.vector.reduce.fmax.v{x.type.count}f32", x, returns=F32)
+    """The largest of a vector's lanes. (``llvm.vector.reduce.fmax`` becomes a chain over them.)"""
+    return _reduce(b, larger, x)
 
 
 def reduce_sum(b: Builder, x: Value) -> Value:
-    """The sum of a vector's lanes, halving it each time: a fixed order."""
+    """The sum of a vector's lanes: a fixed order."""
+    return _reduce(b, lambda b, x, y: b.fadd(x, y), x)
+
+
+def _reduce(b: Builder, combine: Callable[[Builder, Value, Value], Value], x: Value) -> Value:
+    """Halve a vector until one lane is left."""
     lanes = x.type.count
     while lanes > 1:
         lanes //= 2
@@ -112,12 +120,13 @@ def reduce_sum(b: Builder, x: Value) -> Value:
             )
             for start in (0, lanes)
         )
-        x = b.fadd(low, high)
+        x = combine(b, low, high)
     return b.extract_element(x, I32(0))
 
 
 def exp(b: Builder, x: Value) -> Value:
-    """``exp(x)`` to 2e-7 of its value: 2 to the nearest integer times a polynomial for the rest.
+    """``exp(x)`` to 2e-7 of its value near 0, to 4e-6 at 87: 2 to the nearest integer times a
+    polynomial for the rest.
 
     Clamped to 2**-126 and 2**126; a NaN stays one."""
     lanes = x.type.count
@@ -126,14 +135,18 @@ def exp(b: Builder, x: Value) -> Value:
         bound = constant(limit, lanes)
         power = b.select(b.fcmp_ordered(sign, power, bound), bound, power)
     whole = call(b, f"llvm.rint.v{lanes}f32", power)
-    rest = b.fsub(power, whole)
-    result = constant(math.log(2) ** 6 / math.factorial(6), lanes)
-    for order in range(5, -1, -1):
-        result = fma(b, result, rest, constant(math.log(2) ** order / math.factorial(order), lanes))
-    word = vector(I32, lanes)
-    exponent = b.add(b.fptosi(whole, word), ir.Constant(word, [127] * lanes))
-    scale = b.bitcast(b.shl(exponent, ir.Constant(word, [23] * lanes)), vector(F32, lanes))
-    return b.fmul(result, scale)
+    return _power_of_two(b, b.fptosi(whole, vector(I32, lanes)), b.fsub(power, whole))
+
+
+def _power_of_two(b: Builder, whole: Value, rest: Value) -> Value:
+    """2 ** (whole + rest), exactly 1 for 0. ``whole``: i32, of which 9 bits count; ``rest`` float32
+    from -0.5 to 0.5, of which the power is a polynomial; the other is added to its exponent."""
+    lanes = rest.type.count
+    result = constant(_COEFFICIENTS[-1], lanes)
+    for coefficient in _COEFFICIENTS[-2::-1]:
+        result = fma(b, result, rest, constant(coefficient, lanes))
+    bits = b.add(b.bitcast(result, whole.type), b.shl(whole, fill(I32, 23, lanes)))
+    return b.bitcast(bits, rest.type)
 
 
 def tree(combine: Callable[[Value, Value], Value], values: Sequence[Value]) -> Value:
@@ -155,20 +168,15 @@ def load_vector(b: Builder, address: Value, offset: int, kind: Any) -> Value:
 
 
 def exp_below_88(b: Builder, x: Value) -> Value:
-    """``exp(x)`` to 2e-7 of its value, quicker than :func:`exp`: for x below 88 (or NaN, which
-    stays one). Below -87 it is exp(-87), about 1e-38."""
+    """``exp(x)`` to 2e-7 of its value near 0, to 1.4e-6 at 87, quicker than :func:`exp`: for x
+    below 88 (or NaN, which stays one). Below -87 it is exp(-87), about 1e-38."""
     lanes = x.type.count
     lowest, magic = constant(-87.0, lanes), constant(1.5 * 2**23, lanes)
     x = b.select(b.fcmp_ordered("<", x, lowest), lowest, x)
     # Adding 1.5 * 2**23 rounds to whole numbers and leaves them in the last bits.
     rounded = fma(b, x, constant(1 / math.log(2), lanes), magic)
     rest = fma(b, x, constant(1 / math.log(2), lanes), b.fsub(magic, rounded))
-    result = constant(math.log(2) ** 6 / math.factorial(6), lanes)
-    for order in range(5, -1, -1):
-        result = fma(b, result, rest, constant(math.log(2) ** order / math.factorial(order), lanes))
-    exponent = b.add(b.bitcast(rounded, vector(I32, lanes)), fill(I32, 127, lanes))
-    scale = b.bitcast(b.shl(exponent, fill(I32, 23, lanes)), vector(F32, lanes))
-    return b.fmul(result, scale)
+    return _power_of_two(b, b.bitcast(rounded, vector(I32, lanes)), rest)
 
 
 def unpack(b: Builder, words: Value, size: int) -> list[Value]:

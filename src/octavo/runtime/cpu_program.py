@@ -243,7 +243,7 @@ class Programs:
             self._linear(
                 weights.gate_up,
                 buffers.normed,
-                buffers.ffn.floats,
+                buffers.ffn.floats if q8 is None else 0,
                 activation=self._spec.activation,
                 out_q8=0 if q8 is None else q8,
                 out_q8_stride=0 if q8 is None else q8.strides[0],
@@ -316,7 +316,7 @@ class Programs:
         self,
         part: Linear,
         source: Activation,
-        out: Float32,
+        out: Float32 | int,
         *,
         count: Array | None = None,
         **options: Any,
@@ -331,7 +331,7 @@ class Programs:
             x=rows,
             x_stride=rows.strides[0],
             out=out,
-            out_stride=out.strides[0],
+            out_stride=0 if isinstance(out, int) else out.strides[0],
             bias=0 if part.bias is None else part.bias,
             **options,
         )

@@ -30,7 +30,7 @@ from octavo.kernels.linear.cpu_product import (
 )
 from octavo.kernels.linear.cpu_q8 import quantize_group
 from octavo.kernels.linear.packing import PackedLinear
-from octavo.kernels.program import Call, Op, fetch_add, int32s, int64s, op
+from octavo.kernels.program import Call, Op, fetch_add, int32s, int64s, next_run, op
 from octavo.kernels.vector_ir import F32, I32, I64, loop, pointer, stack
 
 Address = int | NDArray[Any]  # of the first byte, or the array that begins there
@@ -38,7 +38,6 @@ Address = int | NDArray[Any]  # of the first byte, or the array that begins ther
 TILE = 32  # tokens for which a block is unpacked once
 RANGE = 128  # tokens of an item: their activations stay in the second-level cache
 ITEM_BYTES = 1 << 16  # weights of an item of one token
-PAIRS_OF_A_LINE = 8  # of gate and up: their results' numbers lie in one cache line of a q8 row
 AHEAD = 4096  # bytes that one token's weights are asked for ahead
 _ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2}
 
@@ -132,25 +131,20 @@ def linear_op(format: str, mode: str, level: str) -> Op:
         pair_width = ROWS if a.activation != 0 else 2 * ROWS
         step = 2 if a.activation != 0 else 1  # columns enough for a group of the result
         piece = pairs_of_item(pairs, step, pair_bytes, num_tokens, num_threads)
-        # For one token all that counts is reading: most of the weights are one stream a thread, and
-        # the rest are items, for threads of unequal speed.
-        share = pairs * 7 // (8 * num_threads * step) * step if num_tokens == 1 else 0
-        shared = share * num_threads
-        pieces = (pairs - shared + piece - 1) // piece
+        pieces = (pairs + piece - 1) // piece
         num_items = pieces * ((num_tokens + RANGE - 1) // RANGE)
         sums = scratch(sums_bytes)
         kept = scratch(kept_bytes)  # results that go nowhere but into q8 rows
         begin(kind)
-        item = -1 if share > 0 else fetch_add(counter, 1)
+        item, until = next_run(-1, thread, num_threads, counter, num_items)
         while item < num_items:
-            if item < 0:
-                start, first, last = 0, thread * share, thread * share + share
-            else:
-                start = item // pieces * RANGE
-                first = shared + item % pieces * piece
-                last = min(first + piece, pairs)
+            start, first = item // pieces * RANGE, item % pieces
+            taken = min(until - item, pieces - first)  # of the run, as far as these tokens go
+            item += taken
+            if item == until:  # asked for here and not behind the work, one token takes 2 % less
+                item, until = next_run(until, thread, num_threads, counter, num_items)
             stop = min(start + RANGE, num_tokens)
-            for pair in range(first, last):
+            for pair in range(first * piece, min((first + taken) * piece, pairs)):
                 block = a.weights + pair * pair_bytes
                 other = a.weights + min(2 * pair + 1, a.num_blocks - 1) * a.block_bytes
                 following = a.weights + min(pair + 1, pairs - 1) * pair_bytes
@@ -180,7 +174,6 @@ def linear_op(format: str, mode: str, level: str) -> Op:
                             quantize_group(
                                 out + i * out_stride, row + i * a.out_q8_stride, a.width, group
                             )
-            item = fetch_add(counter, 1)
         end(kind)
 
     return linear
@@ -189,12 +182,9 @@ def linear_op(format: str, mode: str, level: str) -> Op:
 @jit
 def pairs_of_item(pairs, step, pair_bytes, num_tokens, num_threads):
     """A multiple of ``step``, or all: enough work to be worth a look at the counter, and items
-    enough for threads of unequal speed. Pairs of gate and up (``step`` 2) for many tokens fill
-    a cache line of q8 rows: two threads that write to one take it from each other each time."""
+    enough for threads of unequal speed."""
     ranges = (num_tokens + RANGE - 1) // RANGE
     most = ITEM_BYTES // (pair_bytes * (1 + num_tokens // 16))
-    if num_tokens > TILE and step > 1:
-        most = max(most, PAIRS_OF_A_LINE)
     return max(1, min(pairs * ranges // (8 * num_threads), most) // step) * step
 
 

@@ -39,7 +39,7 @@ from octavo.kernels.paged_prefill.cpu_rows import (
 from octavo.kernels.program import Op, fetch_add, float32s, int32s, op, uint32s
 from octavo.kernels.split_attention.cpu import copy_live
 
-ROWS = 96  # of a tile, about: what is unpacked once serves so many
+ROWS = 192  # of a tile, about: what is unpacked once serves so many
 LOWEST = -3e38  # where maxima begin; finite, so that a row may see nothing of a block
 
 
@@ -170,9 +170,10 @@ def prefill_op(group: int, head_dim: int, v_head_dim: int, kv_bytes: int, room: 
                 for first in range(0, rows, PART):
                     part = min(rows - first, PART)
                     newest = position + (first + part - 1) // group - block
-                    columns = padded(min(newest + 1, num_keys), 32) // TILE
-                    if columns <= 0:
+                    seen = min(newest + 1, num_keys)
+                    if seen <= 0:
                         continue
+                    columns = padded(seen, 32) // TILE
                     multiply_add(
                         queries + first // TILE * (TILE * row_bytes),
                         keys,
@@ -198,8 +199,8 @@ def prefill_op(group: int, head_dim: int, v_head_dim: int, kv_bytes: int, room: 
                             newest = position + (first + i) // group - block
                             hide(scores + i * SCORE_STRIDE, columns, newest, a.window)
                     elif newest < columns * TILE - 1:
-                        seen = max(newest + 1, 0) // TILE
-                        hide_newer(scores, part, seen, columns, position - block, first, group)
+                        whole = max(newest + 1, 0) // TILE
+                        hide_newer(scores, part, whole, columns, position - block, first, group)
                     weigh_rows(
                         scores,
                         weights if tiles_multiply else scores,
@@ -219,7 +220,7 @@ def prefill_op(group: int, head_dim: int, v_head_dim: int, kv_bytes: int, room: 
                         outs + first * v_row_bytes,
                         PART,
                         v_width // TILE,
-                        columns // 2 if tiles_multiply else columns * TILE,
+                        columns // 2 if tiles_multiply else seen,
                         w_stride,
                         v_step,
                         64,
