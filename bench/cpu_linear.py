@@ -199,8 +199,8 @@ def dot_op(level: str) -> Op:
 
 @intrinsic(prefer_literal=True)
 def multiply(typing, level, rounds):
-    """Dot products in chains, each with activations of its own: LLVM would otherwise compute what
-    they have in common once."""
+    """Dot products in chains. Where a dot product doesn't begin with its chain's sum, each chain has
+    activations of its own: LLVM would otherwise compute what they have in common once."""
 
     def emit(context, b, signature, arguments):
         chosen = LEVELS[level.literal_value]
@@ -210,8 +210,8 @@ def multiply(typing, level, rounds):
         with loop(b, I64(0), arguments[1]) as i:
             word = broadcast(b, b.trunc(i, I32), lanes)
             for number, total in enumerate(sums):
-                words = [b.add(word, fill(I32, number, lanes))] * WORDS
-                b.store(chosen.dot(b, weights, words, 4, b.load(total)), total)
+                own = word if chosen.accumulates else b.add(word, fill(I32, number, lanes))
+                b.store(chosen.dot(b, weights, [own] * WORDS, 4, b.load(total)), total)
         result = b.load(sums[0])
         for total in sums[1:]:
             result = b.xor(result, b.load(total))
