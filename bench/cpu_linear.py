@@ -199,7 +199,7 @@ def dot_op(level: str) -> Op:
 
 @intrinsic(prefer_literal=True)
 def multiply(typing, level, rounds):
-    """Dot products in chains. Where a dot product doesn't begin with its chain's sum, each chain has
+    """Dot products in chains. Where they don't begin with their chain's sum, each chain has
     activations of its own: LLVM would otherwise compute what they have in common once."""
 
     def emit(context, b, signature, arguments):
