@@ -10,7 +10,7 @@ import numpy as np
 from octavo.kernels.jit import jit
 from octavo.kernels.late import numba
 from octavo.kernels.linear.cpu_q8 import quantize_row
-from octavo.kernels.program import fetch_add, float32s, int32s, int64s, op
+from octavo.kernels.program import float32s, int32s, int64s, next_run, op
 
 
 @jit(fastmath={"reassoc", "contract"})
@@ -62,12 +62,9 @@ def add_norm(thread, num_threads, counter, args):
     bytes apart (see ``octavo.kernels.linear``)."""
     a = numba.carray(args, 1)[0]
     count = int64s(a.count, 1)[0]
-    share = max(1, count // (8 * num_threads))
-    while True:
-        first = fetch_add(counter, share)
-        if first >= count:
-            return
-        for item in range(first, min(first + share, count)):
+    first, stop = next_run(-1, thread, num_threads, counter, count)
+    while first < count:
+        for item in range(first, stop):
             row = item
             if a.rows != 0:
                 row = np.int64(int32s(a.rows, count)[item])
@@ -75,3 +72,4 @@ def add_norm(thread, num_threads, counter, args):
             normed_row(a, row, out)
             if a.out_q8 != 0:
                 quantize_row(out, a.width, a.out_q8 + item * a.q8_stride)
+        first, stop = next_run(stop, thread, num_threads, counter, count)
