@@ -168,7 +168,7 @@ class CudaRuntime:
 
             def launch() -> None:
                 self._launch_decode(*key)
-                self._sampler.choose(rows, filtered, self._inputs)
+                self._sampler.choose(rows, filtered, inputs=self._inputs)
 
             self._graphs.run(("whole", *key, filtered), launch)
             self._batch, self._hidden, self._is_next = batch, None, True

@@ -95,7 +95,7 @@ class DeviceSampler:
         if count:
             filtered = self.prepare(batch, step_rows)
             if batch.edits_logits:
-                self._choose(_edited(self._logits[:count], batch), count, filtered)
+                self.choose(count, filtered, logits=_edited(self._logits[:count], batch))
             else:
                 bucket = next(size for size in self._buckets if size >= count)
                 key = ("choose", bucket, filtered)
@@ -110,10 +110,27 @@ class DeviceSampler:
         self._last = batch
         return self._filtered
 
-    def choose(self, num_rows: int, filtered: bool, inputs: StepInputs | None = None) -> None:
-        """Choose for so many rows whose settings are on the device; can be captured. ``inputs``, of
-        a step in which every row decodes, become those of the next."""
-        self._choose(self._logits, num_rows, filtered, inputs)
+    def choose(
+        self,
+        num_rows: int,
+        filtered: bool,
+        *,
+        logits: Tensor | None = None,
+        inputs: StepInputs | None = None,
+    ) -> None:
+        """Choose for so many rows whose settings are on the device, from ``logits`` [rows, V]
+        instead of forward's where they are given; can be captured. ``inputs``, of a step in which
+        every row decodes, become those of the next."""
+        choose(
+            self._logits if logits is None else logits,
+            self._settings,
+            num_rows,
+            self._scratch,
+            self._ids,
+            self.row_ids,
+            filtered=filtered,
+            inputs=inputs,
+        )
 
     def hand_over(
         self,
@@ -163,20 +180,6 @@ class DeviceSampler:
             rows = slice(len(prompt_logprobs), len(prompt_logprobs) + len(part.own))
             prompt_logprobs += _entries(part, batch.prompt_targets[rows], batch.prompt_top[rows])
         return SampleOutput(ids, logprobs, prompt_logprobs)
-
-    def _choose(
-        self, logits: Tensor, count: int, filtered: bool, inputs: StepInputs | None = None
-    ) -> None:
-        choose(
-            logits,
-            self._settings,
-            count,
-            self._scratch,
-            self._ids,
-            self.row_ids,
-            filtered=filtered,
-            inputs=inputs,
-        )
 
     def _goes_on(self, batch: SamplingBatch, step_rows: NDArray[np.int32]) -> bool:
         """Whether this is the next token of the same rows: the device counts their positions and
