@@ -33,7 +33,7 @@ from octavo.verify.checks import (
 )
 from octavo.verify.faults import Fault
 from octavo.verify.problems import exact, hide_needles, make_problem
-from octavo.verify.report import Report, asked_more, write_certificate
+from octavo.verify.report import Report, fuller_certificate, write_certificate
 from octavo.verify.run import candidates_for, verify
 from octavo.verify.soak import soak
 from octavo.verify.speed import split_against_unsplit
@@ -274,13 +274,13 @@ def test_a_quick_run_replaces_a_full_one_only_where_it_finds_something(tmp_path)
         return Report("cpu", "cpu", "octavo verify", "today", 1.0, [check], quick=quick)
 
     quick = report(passed=True, quick=True)
-    assert not asked_more(quick, tmp_path)  # nothing there
+    assert fuller_certificate(quick, tmp_path) is None  # nothing there
     write_certificate(quick, tmp_path)
-    assert not asked_more(quick, tmp_path)
+    assert fuller_certificate(quick, tmp_path) is None
     path = write_certificate(report(passed=True, quick=False), tmp_path)
-    assert asked_more(quick, tmp_path)
-    assert not asked_more(report(passed=False, quick=True), tmp_path)
-    assert not asked_more(report(passed=True, quick=False), tmp_path)
+    assert fuller_certificate(quick, tmp_path) == path
+    assert fuller_certificate(report(passed=False, quick=True), tmp_path) is None
+    assert fuller_certificate(report(passed=True, quick=False), tmp_path) is None
     older = json.loads(path.read_text()) | {"versions": {"octavo": "0.0"}}
     path.write_text(json.dumps(older))
-    assert not asked_more(quick, tmp_path)
+    assert fuller_certificate(quick, tmp_path) is None

@@ -99,14 +99,14 @@ def verify(
 
 
 def _certify(report: Report, folder: Path) -> None:
-    from octavo.verify.report import asked_more, certificate_path, write_certificate
+    from octavo.verify.report import fuller_certificate, write_certificate
 
     verdict = f"{report.candidate} {'passed' if report.passed else 'failed'}"
-    if asked_more(report, folder):
-        path = certificate_path(report, folder)
-        print(f"{verdict}; the certificate of a full run stays: {path}")
-    else:
+    fuller = fuller_certificate(report, folder)
+    if fuller is None:
         print(f"{verdict}: {write_certificate(report, folder)}")
+    else:
+        print(f"{verdict}; the certificate of a full run stays: {fuller}")
 
 
 def _put_to_the_test(

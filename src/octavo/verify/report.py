@@ -86,14 +86,14 @@ def certificate_path(report: Report, folder: Path) -> Path:
     return folder / f"{report.candidate}-{hardware}.json".replace(" ", "-")
 
 
-def asked_more(report: Report, folder: Path) -> bool:
-    """Whether a certificate lies there for the same versions that rests on more than the report: a
-    full one, where this is a quick one that found nothing."""
+def fuller_certificate(report: Report, folder: Path) -> Path | None:
+    """The certificate of a full run of the same versions, where one lies there and the report is of
+    a quick run that found nothing."""
     if not (report.quick and report.certifies):
-        return False
-    held = read_certificate(certificate_path(report, folder))
-    same = held.get("versions") == versions(report.candidate)
-    return same and held.get("passed") is True and held.get("quick") is False
+        return None
+    path = certificate_path(report, folder)
+    full = {"versions": versions(report.candidate), "passed": True, "quick": False}
+    return path if full.items() <= read_certificate(path).items() else None
 
 
 def machine(device: str) -> dict[str, str]:
