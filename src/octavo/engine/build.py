@@ -230,8 +230,8 @@ def describe_model(config: EngineConfig, checkpoint: Checkpoint) -> Model:
 
 
 def _check_threads(threads: int, cores: int) -> None:
-    """Every step is handed from thread to thread some 200 times: 64 on 2 cores write 3 tokens a
-    second, 1,000 none that anybody would wait for."""
+    """ConfigError for threads that would never end: every step is handed from thread to thread some
+    200 times, so that 64 on 2 cores write 3 tokens a second."""
     most = MOST_THREADS_A_CORE * cores
     if threads > most:
         raise ConfigError(

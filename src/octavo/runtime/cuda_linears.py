@@ -40,7 +40,8 @@ def _mm(x: Tensor, weight: Tensor, *, out: Tensor | None) -> Tensor:
 
 
 def in_parts(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The library's product, in parts of K where that is faster. Each part is rounded to x's dtype:
+    """``x @ weight.T + bias`` of ``x`` [T, K], ``weight`` [N, K] and ``bias`` [N]: [T, N]; or,
+    where that is faster, what P parts of K add to it, [P, T, N]. Each is rounded to x's dtype:
     smaller numbers, so that together they err about as much as the whole would."""
     (rows, k), columns = x.shape, len(weight)
     parts = 4 if columns <= FEW_COLUMNS else 2
