@@ -22,6 +22,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from octavo.kernels.embed import triton as embed
+from octavo.kernels.linear import triton_row
 from octavo.kernels.linear.tiles import Tile
 from octavo.kernels.linear_add import triton as linear_add
 from octavo.kernels.linear_fixed import fused as fixed
@@ -56,6 +57,7 @@ def main() -> None:
     JITFunction.run = compile_only
     for module in MODULES:
         module.dependent_launches = lambda: True
+    triton_row.has_warp_groups = lambda: True
     results: dict[str, dict[str, Any]] = {}
     for name, launch in CASES.items():
         compiled.clear()
@@ -168,6 +170,7 @@ CASES: dict[str, Callable[[], None]] = {
     "linear_add, 8B": lambda: add(1, 4096, 12_288),
     "linear_add, 8B, 16 rows": lambda: add(16, 4096, 12_288),
     "attention, 128": lambda: attention(128),
+    "attention, 256": lambda: attention(256),
     "attention, 128K": lambda: attention(131_072),
     "attention, 4 rows of 2K": lambda: attention(2048, 4),
     "attention, window and cap": lambda: attention(8192, window=1000, soft_cap=30.0),

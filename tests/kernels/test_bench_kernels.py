@@ -51,8 +51,12 @@ def test_every_kernel_is_launched(weight: str, clock: list[float]) -> None:
 def test_a_search_takes_what_is_surely_faster(
     clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    listed, near, better = choose_tile(24, 64, 1), Tile(16, 64, 1), Tile(32, 64, 2)
-    monkeypatch.setattr(kernels, "other_tiles", lambda k, tile, parts: [near, better])
+    listed, near, better = (
+        choose_tile(24, 64, 1),
+        Tile(16, 512, 4, one_row=True),
+        Tile(32, 512, 4, one_row=True),
+    )
+    monkeypatch.setattr(kernels, "other_tiles", lambda k, rows, tile, parts: [near, better])
     for best, expected in ((9.8, listed), (9.0, better)):
         clock += [10.0, 9.9, best, 5.0]
         [found] = bench_kernels(
@@ -62,14 +66,21 @@ def test_a_search_takes_what_is_surely_faster(
         assert found.us == (10.0 if expected is listed else best)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize(("k", "parts"), [(1024, 1), (4096, 2), (64, 1)])
-def test_other_tiles_fit(k: int, parts: int) -> None:
-    tile = choose_tile(4096, k, 1, parts)
-    others = other_tiles(k, tile, parts)
+def test_other_tiles_fit(k: int, parts: int, rows: int) -> None:
+    tile = choose_tile(4096, k, rows, parts)
+    others = other_tiles(k, rows, tile, parts)
     assert tile not in others
     for one in others:
-        assert one.rows // parts >= 16
-        assert one.chunk // one.num_warps >= 32
+        assert one.one_row == (rows == 1)
+        if one.one_row:
+            assert 8 <= one.rows // parts <= 64
+            assert one.rows // parts * one.chunk >= 4096
+            assert one.num_warps == 4
+        else:
+            assert one.rows // parts >= 16
+            assert one.chunk // one.num_warps >= 32
         assert one.rows * one.chunk * 2 * min(one.ahead, -(-k // one.chunk)) <= 200 << 10
 
 
@@ -79,8 +90,8 @@ def test_the_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert (tmp_path / "same.json").read_text() == table.PATH.read_text()
     assert choose_tile(4096, 1024, 1) == found[4096, 1024, 1, 1]
     assert choose_tile(4096, 1024, 3) == found[4096, 1024, 1, 4]
-    assert choose_tile(6144, 4096, 1) == Tile(16, 1024, 4, ahead=2)
-    assert choose_tile(6144, 4096, 2) == Tile(16, 1024, 8, ahead=3)  # not measured: a fair one
+    assert choose_tile(6144, 4096, 1) == Tile(16, 1024, 4, ahead=3, one_row=True)
+    assert choose_tile(6144, 4096, 4) == Tile(16, 1024, 8, ahead=3)  # not measured: a fair one
 
 
 @pytest.mark.parametrize("text", ["linear:8x8", "norm_linear:8x9", "norm_gate_up:9x8"])

@@ -5,6 +5,8 @@ Outputs are NaN before each launch, and so is every place of the cache that no r
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("triton")
@@ -15,7 +17,10 @@ from helpers.decode import check_attention, error, make_rows
 from octavo.attention.spec import AttentionSpec
 from octavo.kernels.embed import reference as embed_reference
 from octavo.kernels.embed import triton as embed
+from octavo.kernels.linear import triton_row
+from octavo.kernels.linear.table import choose_tile
 from octavo.kernels.linear.tiles import Tile
+from octavo.kernels.linear.triton_row import few_rows_tile
 from octavo.kernels.linear_add import reference as linear_add_reference
 from octavo.kernels.linear_add.triton import linear_add, square_columns
 from octavo.kernels.norm_gate_up import reference as norm_gate_up_reference
@@ -29,8 +34,11 @@ BF16 = torch.bfloat16
 EPS = 1e-6
 # Rows, N, K, tile: K short of a chunk, of one and a bit, and of more chunks than are on their way.
 PRODUCTS = [
-    (1, 40, 96, Tile(16, 128, 4)),
-    (1, 48, 64, Tile(16, 64, 1)),
+    (1, 40, 96, Tile(16, 256, 4, one_row=True)),
+    (1, 48, 64, Tile(64, 128, 4, one_row=True)),
+    (1, 33, 1104, Tile(8, 512, 4, ahead=1, one_row=True)),
+    (1, 70, 520, Tile(32, 128, 4, ahead=3, one_row=True)),
+    (1, 130, 712, Tile(64, 64, 4, ahead=2, one_row=True)),
     (3, 40, 96, Tile(16, 64, 2)),
     (5, 80, 136, Tile(32, 128, 4)),
     (16, 16, 320, Tile(16, 64, 2, ahead=2)),
@@ -64,7 +72,7 @@ def test_norm_linear(rows, n, k, tile, extras):
 @pytest.mark.parametrize(("rows", "n", "k", "tile"), PRODUCTS)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_norm_gate_up(rows, n, k, tile, activation):
-    tile = Tile(2 * tile.rows, tile.chunk, tile.num_warps, tile.ahead)
+    tile = replace(tile, rows=2 * tile.rows)
     h, squares, weight, bias = (
         randn(rows, k),
         torch.rand(rows, 3) * 20,
@@ -87,6 +95,12 @@ def test_linear_add(rows, n, k, tile, biased):
     linear_add(y, weight, x, norm, h, squares, bias=bias, tile=tile)
     for found, right in zip((x, h, squares.sum(-1, keepdim=True)), want, strict=True):
         assert error(found, right) < 1e-6
+
+
+def test_a_row_where_there_are_no_warp_groups(monkeypatch):
+    assert few_rows_tile(4096, 1024, 1) == choose_tile(4096, 1024, 1)
+    monkeypatch.setattr(triton_row, "has_warp_groups", lambda: False)
+    assert few_rows_tile(4096, 1024, 1) == choose_tile(4096, 1024, 2)
 
 
 def test_activations_and_outputs_that_are_part_of_larger_arrays():
@@ -152,7 +166,8 @@ def test_a_cut_of_known_lengths():
     lengths = (1, 128, 129, 1000, 2048, 8192, 8193, 12288, 32_768)
     cuts = {length: choose_cut(spec, 1, length) for length in lengths}
     assert cuts[1] == cuts[128] == Cut(1, 128, 4, 1)
-    assert cuts[129] == Cut(2, 128, 4, 1)
+    assert cuts[129] == Cut(1, 256, 8, 1)
+    assert choose_cut(spec, 2, 129) == Cut(2, 128, 4, 1)
     assert cuts[1000] == Cut(8, 128, 4, 1)
     assert cuts[2048] == Cut(16, 64, 4, 2)
     assert cuts[8192] == cuts[8193] == cuts[12288] == Cut(24, 64, 4, 3)

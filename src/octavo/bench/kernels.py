@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from octavo.errors import ConfigError
 from octavo.kernels.linear.table import Key, choose_tile
-from octavo.kernels.linear.tiles import Tile
+from octavo.kernels.linear.tiles import ROW_WARPS, Tile
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,7 +81,7 @@ def bench_kernels(
             tile = choose_tile(n, k, m, _parts(kernel))
             us = _launch_us(_fused(kernel, n, k, y, tile), matrices)
             limit = SURELY * us
-            for other in other_tiles(k, tile, _parts(kernel)) if search else ():
+            for other in other_tiles(k, m, tile, _parts(kernel)) if search else ():
                 other_us = _launch_us(_fused(kernel, n, k, y, other), matrices)
                 if other_us < min(limit, us):
                     tile, us = other, other_us
@@ -104,19 +104,21 @@ def library_is_faster_from(products: Sequence[Product]) -> dict[str, int | None]
     return found
 
 
-def other_tiles(k: int, tile: Tile, parts: int) -> list[Tile]:
-    """Tiles to try beside one: of few or twice as many rows, half or whole chunks, 4 or 8 warps,
-    and 2 or 4 chunks ahead, as far as they fit."""
+def other_tiles(k: int, num_rows: int, tile: Tile, parts: int) -> list[Tile]:
+    """Tiles to try beside one for so many activation rows: of few or twice as many rows (for one
+    activation row of up to 64), half or whole chunks, 4 or 8 warps, and 2 or 4 chunks ahead, as far
+    as they fit."""
+    one = num_rows == 1
     found = dict.fromkeys(
-        Tile(rows, chunk, num_warps, ahead)
-        for rows in (16 * parts, 32 * parts)
+        Tile(rows, chunk, num_warps, ahead, one)
+        for rows in ((8 * parts, 16 * parts, 32, 64) if one else (16 * parts, 32 * parts))
         for chunk in (512, 1024)
         if chunk < 2 * k
-        for num_warps in (4, 8)
+        for num_warps in ((ROW_WARPS,) if one else (4, 8))
         for ahead in (2, 4)
         if rows * chunk * 2 * min(ahead, -(-k // chunk)) <= SHARED_BYTES
     )
-    return [one for one in found if one != tile]
+    return [other for other in found if other != tile]
 
 
 def _parts(kernel: str) -> int:

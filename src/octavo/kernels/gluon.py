@@ -16,19 +16,28 @@ __all__ = [
     "TensorDescriptor",
     "async_copy",
     "constexpr_function",
+    "fence_async_shared",
     "gl",
     "jit",
     "mbarrier",
     "mma_v2",
     "next_power_of_2",
     "tma",
+    "warpgroup_mma",
+    "warpgroup_mma_wait",
 ]
 
 if not INTERPRETED:
     from triton.experimental.gluon import constexpr_function, jit
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
-    from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+    from triton.experimental.gluon.language.nvidia.hopper import (
+        fence_async_shared,
+        mbarrier,
+        tma,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 else:
     import numpy as np
@@ -68,6 +77,12 @@ else:
         def reshape(self, shape: tuple[int, ...]) -> _SharedMemory:
             return _SharedMemory(self._dtype, self._array.reshape(shape))
 
+        def _reinterpret(self, dtype: Any, shape: Any, layout: Any) -> _SharedMemory:
+            """Rows of many columns as [n, rows, 64]: on the device, 64 columns of all rows lie side
+            by side, then the next 64."""
+            columns = [self._array[:, i : i + 64] for i in range(0, self._array.shape[1], 64)]
+            return _SharedMemory(dtype, np.concatenate(columns).reshape([int(n) for n in shape]))
+
         def _keep_alive(self) -> None:
             pass
 
@@ -86,8 +101,16 @@ else:
         """Triton's interpreter multiplies the raw bits of bf16 operands (3.6 to 3.9)."""
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
 
+    def warpgroup_mma(a: Any, b: Any, acc: Any, is_async: bool = False) -> Any:
+        return mma_v2(a.load(None), b.load(None), acc)
+
+    def warpgroup_mma_wait(num_outstanding: int, deps: Any) -> Any:
+        return deps[0] if len(deps) == 1 else deps
+
     def _nothing(*args: Any, **how: Any) -> None:
         return None
+
+    fence_async_shared = _nothing
 
     def _copy_described(tensor: Any, place: Any, barrier: Any, memory: _SharedMemory) -> None:
         memory.store(tensor.load(place))
@@ -115,6 +138,7 @@ else:
         zeros=lambda shape, dtype, layout=None: tl.zeros(shape, dtype),
         load=lambda *args, **how: tl.load(*args, **how),
         store=lambda *args, **how: tl.store(*args, **how),
+        split=lambda x: tl.split(x),
         sum=lambda x, axis: tl.sum(x, axis),
         max=lambda x, axis: tl.max(x, axis),
         associative_scan=lambda x, axis, combine: tl.associative_scan(x, axis, combine),

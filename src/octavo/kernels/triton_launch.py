@@ -28,6 +28,12 @@ def dependent_launches() -> bool:
     )
 
 
+@cache
+def has_warp_groups() -> bool:
+    """Whether a device has Hopper's instructions of four warps; those behind it have others."""
+    return INTERPRETED or (dependent_launches() and torch.cuda.get_device_capability()[0] == 9)
+
+
 def padded(side: int) -> int:
     """Blocks are powers of two, and a dot's sides at least 16."""
     return max(16, int(triton.next_power_of_2(side)))

@@ -2,7 +2,7 @@
 
 A stage's best tile depends on its neighbours, as blocks of several kernels share a multiprocessor.
 Those of Qwen3-0.6B, and of 8B at one row, were chosen one after another within the captured step
-(bench/results/2026-11-30-h200-decode-step.md). ``octavo bench kernels --search`` measures each
+(bench/LOG.md). ``octavo bench kernels --search`` measures each
 product by itself and puts what is surely faster into the file.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-from octavo.kernels.linear.tiles import Tile
+from octavo.kernels.linear.tiles import ROW_WARPS, Tile
 
 PATH = Path(__file__).with_name("table.json")
 CHUNK_BYTES = 96 << 10  # of weights that a block has on their way: two blocks fit a multiprocessor
@@ -28,16 +28,22 @@ def choose_tile(n: int, k: int, num_rows: int, parts: int = 1) -> Tile:
         if num_rows <= most_rows and (n, k, parts, most_rows) in measured:
             return measured[n, k, parts, most_rows]
     rows = 16 * parts
+    if num_rows == 1:
+        chunk = min(1024 // parts, max(256, 1 << (k - 1).bit_length()))
+        ahead = max(1, CHUNK_BYTES // (rows * chunk * 2))
+        return Tile(rows, chunk, ROW_WARPS, ahead, one_row=True)
     chunk = min(1024 // parts, max(64, 1 << (k - 1).bit_length()))
     return Tile(rows, chunk, min(8, chunk // 32), max(1, CHUNK_BYTES // (rows * chunk * 2)))
 
 
 def read_table(path: Path = PATH) -> dict[Key, Tile]:
     """The tiles of a file."""
-    return {
-        (one["n"], one["k"], one["parts"], one["rows"]): Tile(*one["tile"])
-        for one in json.loads(path.read_text(encoding="utf-8"))
-    }
+    found = {}
+    for one in json.loads(path.read_text(encoding="utf-8")):
+        rows, chunk, num_warps, ahead = one["tile"]
+        tile = Tile(rows, chunk, num_warps, ahead, one_row=one["rows"] == 1)
+        found[one["n"], one["k"], one["parts"], one["rows"]] = tile
+    return found
 
 
 def write_table(tiles: Iterable[tuple[Key, Tile]], path: Path = PATH) -> None:

@@ -94,30 +94,30 @@ def describe(weight: Tensor, tile: Tile, parts: int = 1) -> Any:
 def partial_layout(S, R, M):
     """Of [S, R, M], to add up the slices: a thread has all of them; the lanes of a warp have the
     rows, so that sums over rows stay in a warp; columns are in what lanes are left and in warps."""
-    rows, columns = _bases(R, 1, 3), _bases(M, 2, 3)
-    lanes, regs = rows[:5], _bases(S, 0, 3) + rows[5:]
-    return _linear(regs, lanes, columns, S, [S, R, M])
+    rows, columns = unit_bases(R, 1, 3), unit_bases(M, 2, 3)
+    lanes, regs = rows[:5], unit_bases(S, 0, 3) + rows[5:]
+    return linear_layout(regs, lanes, columns, S, [S, R, M])
 
 
 @constexpr_function
 def squares_layout(S, R, M, SUMS):
     """Of squares [M, SUMS], with the columns of ``partial_layout`` where they are there."""
-    parts, columns = _bases(SUMS, 1, 2), _bases(M, 0, 2)
-    num_lanes = min(5, len(_bases(R, 0, 1)))
+    parts, columns = unit_bases(SUMS, 1, 2), unit_bases(M, 0, 2)
+    num_lanes = min(5, len(unit_bases(R, 0, 1)))
     lanes = parts[2 : 2 + num_lanes]
     lanes += [[0, 0]] * (num_lanes - len(lanes))
-    return _linear(parts[:2] + parts[2 + num_lanes :], lanes, columns, S, [M, SUMS])
+    return linear_layout(parts[:2] + parts[2 + num_lanes :], lanes, columns, S, [M, SUMS])
 
 
 @constexpr_function
-def _bases(size, dim, rank):
+def unit_bases(size, dim, rank):
     """Of one dimension, a power of two: 1, 2, 4, ..."""
     units = [1 << bit for bit in range(size.bit_length() - 1)]
     return [[unit if axis == dim else 0 for axis in range(rank)] for unit in units]
 
 
 @constexpr_function
-def _linear(regs, lanes, columns, num_warps, shape):
+def linear_layout(regs, lanes, columns, num_warps, shape):
     """Columns go to the lanes that are left, then to warps, then to registers."""
     zero = [0] * len(shape)
     free = 5 - len(lanes)

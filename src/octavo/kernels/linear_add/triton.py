@@ -10,7 +10,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from octavo.kernels.gluon import gl, jit
-from octavo.kernels.linear.table import choose_tile
 from octavo.kernels.linear.tiles import Tile
 from octavo.kernels.linear.triton import (
     ask_for_weights,
@@ -19,16 +18,21 @@ from octavo.kernels.linear.triton import (
     describe,
     load_early,
     multiply,
-    partial_layout,
     take_activations,
     total,
+)
+from octavo.kernels.linear.triton_row import (
+    few_rows_tile,
+    multiply_row,
+    out_layout,
+    take_row,
 )
 from octavo.kernels.triton_launch import dependent_launches
 
 
 def square_columns(n: int, k: int, num_rows: int, tile: Tile | None = None) -> int:
     """Columns of ``squares`` for a ``[n, k]`` weight: one for each block."""
-    return int(triton.cdiv(n, (tile or choose_tile(n, k, num_rows)).rows))
+    return int(triton.cdiv(n, (tile or few_rows_tile(n, k, num_rows)).rows))
 
 
 def linear_add(
@@ -50,7 +54,7 @@ def linear_add(
     ``weight``, ``bias`` and ``norm`` may not be written by the kernel in front.
     """
     (num_rows, k), n = y.shape, len(weight)
-    tile = tile or choose_tile(n, k, num_rows)
+    tile = tile or few_rows_tile(n, k, num_rows)
     dependent = dependent_launches()
     _linear_add_kernel[(square_columns(n, k, num_rows, tile),)](
         y,
@@ -73,6 +77,7 @@ def linear_add(
         AHEAD=tile.ahead,
         S=tile.num_warps,
         M=triton.next_power_of_2(num_rows),
+        ONE=tile.one_row,
         DEPENDENT=dependent,
         num_warps=tile.num_warps,
         launch_pdl=dependent,
@@ -102,6 +107,7 @@ def _linear_add_kernel(
     AHEAD: tl.constexpr,
     S: tl.constexpr,
     M: tl.constexpr,
+    ONE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Grid: (cdiv(N, ROWS),). A block reads and writes the same elements of ``x``."""
@@ -112,39 +118,48 @@ def _linear_add_kernel(
     FIRST: tl.constexpr = chunks_ahead(K, CHUNK, AHEAD)
     EARLY: tl.constexpr = chunks_early(ROWS, CHUNK, FIRST, S)
     tiles, barriers = ask_for_weights(weight, first, first, ROWS, CHUNK, FIRST, 1)
-    OUT: tl.constexpr = gl.SliceLayout(0, partial_layout(S, ROWS, M))
+    OUT: tl.constexpr = out_layout(S, ROWS, M, ONE)
     rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
     m = gl.arange(0, M, layout=gl.SliceLayout(0, OUT))
     gains = gl.load(norm + rows, mask=rows < n, other=0.0)
     if BIAS:
         added = gl.load(bias + rows, mask=rows < n, other=0.0).to(gl.float32)
     in_x = (m < num_rows)[None, :] & (rows < n)[:, None]
-    early = load_early(tiles, barriers, ROWS, CHUNK, EARLY, S, 1)
+    if not ONE:
+        early = load_early(tiles, barriers, ROWS, CHUNK, EARLY, S, 1)
     if DEPENDENT:
         gdc_wait()
-    activations = take_activations(y, stride_y, num_rows, 0, FIRST, K, CHUNK, S, M)
     places = x + m[None, :] * stride_x + rows[:, None]
-    residual = gl.load(places, mask=in_x, other=0.0).to(gl.float32)
-    slices = multiply(
-        tiles,
-        barriers,
-        weight,
-        first,
-        first,
-        early,
-        activations,
-        y,
-        stride_y,
-        num_rows,
-        ROWS,
-        K,
-        CHUNK,
-        FIRST,
-        S,
-        M,
-        1,
-    )
-    added_up = residual + total(slices.index(0), ROWS, S, M)
+    if ONE:
+        residual = gl.load(places, mask=in_x, other=0.0).to(gl.float32)
+        row = take_row(y, K)
+        product = multiply_row(
+            tiles, barriers, weight, first, first, row, ROWS, K, CHUNK, FIRST, 1
+        )[0]
+    else:
+        activations = take_activations(y, stride_y, num_rows, 0, FIRST, K, CHUNK, S, M)
+        residual = gl.load(places, mask=in_x, other=0.0).to(gl.float32)
+        slices = multiply(
+            tiles,
+            barriers,
+            weight,
+            first,
+            first,
+            early,
+            activations,
+            y,
+            stride_y,
+            num_rows,
+            ROWS,
+            K,
+            CHUNK,
+            FIRST,
+            S,
+            M,
+            1,
+        )
+        product = total(slices.index(0), ROWS, S, M)
+    added_up = residual + product
     if BIAS:
         added_up += added[:, None]
     gl.store(places, added_up.to(x.dtype.element_ty), mask=in_x)

@@ -74,8 +74,8 @@ class Wide:
 
 def fixed_tile(n: int, k: int, parts: int = 1) -> FewTile:
     """The tile of few rows for a ``[n, k]`` weight, from which the order of its sums follows: what
-    is best for one row, in pieces of which K has a whole number. ``k`` is a multiple of 64."""
-    best = choose_few_tile(n, k, 1, parts)
+    is best for two, in pieces of which K has a whole number. ``k`` is a multiple of 64."""
+    best = choose_few_tile(n, k, 2, parts)
     piece = max(STEP, best.chunk // best.num_warps)
     while k % piece:
         piece //= 2

@@ -12,7 +12,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from octavo.kernels.gluon import gl, jit
-from octavo.kernels.linear.table import choose_tile
 from octavo.kernels.linear.tiles import Tile
 from octavo.kernels.linear.triton import (
     ask_for_weights,
@@ -22,10 +21,16 @@ from octavo.kernels.linear.triton import (
     inverse_rms,
     load_early,
     multiply,
-    partial_layout,
     take_activations,
     take_squares,
     total,
+)
+from octavo.kernels.linear.triton_row import (
+    few_rows_tile,
+    multiply_row,
+    out_layout,
+    take_row,
+    take_row_squares,
 )
 from octavo.kernels.triton_launch import dependent_launches
 
@@ -49,7 +54,7 @@ def norm_gate_up(
     ``tile.rows`` counts rows of gate and of up, 32 at least.
     """
     (num_rows, k), inner, parts = h.shape, len(weight) // 2, squares.shape[1]
-    tile = tile or choose_tile(2 * inner, k, num_rows, parts=2)
+    tile = tile or few_rows_tile(2 * inner, k, num_rows, parts=2)
     dependent = dependent_launches()
     _norm_gate_up_kernel[(triton.cdiv(inner, tile.rows // 2),)](
         h,
@@ -72,6 +77,7 @@ def norm_gate_up(
         AHEAD=tile.ahead,
         S=tile.num_warps,
         M=triton.next_power_of_2(num_rows),
+        ONE=tile.one_row,
         SUMS=triton.next_power_of_2(parts),
         DEPENDENT=dependent,
         num_warps=tile.num_warps,
@@ -102,6 +108,7 @@ def _norm_gate_up_kernel(
     AHEAD: tl.constexpr,
     S: tl.constexpr,
     M: tl.constexpr,
+    ONE: tl.constexpr,
     SUMS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -113,39 +120,50 @@ def _norm_gate_up_kernel(
     FIRST: tl.constexpr = chunks_ahead(K, CHUNK, AHEAD)
     EARLY: tl.constexpr = chunks_early(ROWS, CHUNK, FIRST, S)
     tiles, barriers = ask_for_weights(weight, first, inner + first, ROWS, CHUNK, FIRST, 2)
-    OUT: tl.constexpr = gl.SliceLayout(0, partial_layout(S, HALF, M))
+    OUT: tl.constexpr = out_layout(S, HALF, M, ONE)
     rows = first + gl.arange(0, HALF, layout=gl.SliceLayout(1, OUT))
     m = gl.arange(0, M, layout=gl.SliceLayout(0, OUT))
     if BIAS:
         gate_added = gl.load(bias + rows, mask=rows < inner, other=0.0).to(gl.float32)
         up_added = gl.load(bias + inner + rows, mask=rows < inner, other=0.0).to(gl.float32)
-    early = load_early(tiles, barriers, ROWS, CHUNK, EARLY, S, 2)
+    if not ONE:
+        early = load_early(tiles, barriers, ROWS, CHUNK, EARLY, S, 2)
     if DEPENDENT:
         gdc_wait()
-    activations = take_activations(h, stride_h, num_rows, 0, FIRST, K, CHUNK, S, M)
-    sums = take_squares(squares, stride_squares, num_rows, parts, HALF, S, M, SUMS)
-    slices = multiply(
-        tiles,
-        barriers,
-        weight,
-        first,
-        inner + first,
-        early,
-        activations,
-        h,
-        stride_h,
-        num_rows,
-        ROWS,
-        K,
-        CHUNK,
-        FIRST,
-        S,
-        M,
-        2,
-    )
-    scale = inverse_rms(sums, eps, K, HALF, S, M)
-    gate = total(slices.index(0), HALF, S, M) * scale
-    up = total(slices.index(1), HALF, S, M) * scale
+    if ONE:
+        sums = take_row_squares(squares, parts, SUMS)
+        row = take_row(h, K)
+        gate, up = multiply_row(
+            tiles, barriers, weight, first, inner + first, row, ROWS, K, CHUNK, FIRST, 2
+        )
+        scale = gl.rsqrt(gl.sum(sums, 0) / K + eps)
+    else:
+        activations = take_activations(h, stride_h, num_rows, 0, FIRST, K, CHUNK, S, M)
+        sums = take_squares(squares, stride_squares, num_rows, parts, HALF, S, M, SUMS)
+        slices = multiply(
+            tiles,
+            barriers,
+            weight,
+            first,
+            inner + first,
+            early,
+            activations,
+            h,
+            stride_h,
+            num_rows,
+            ROWS,
+            K,
+            CHUNK,
+            FIRST,
+            S,
+            M,
+            2,
+        )
+        scale = inverse_rms(sums, eps, K, HALF, S, M)
+        gate = total(slices.index(0), HALF, S, M)
+        up = total(slices.index(1), HALF, S, M)
+    gate *= scale
+    up *= scale
     if BIAS:
         gate += gate_added[:, None]
         up += up_added[:, None]

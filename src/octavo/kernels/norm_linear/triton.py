@@ -9,7 +9,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from octavo.kernels.gluon import gl, jit
-from octavo.kernels.linear.table import choose_tile
 from octavo.kernels.linear.tiles import Tile
 from octavo.kernels.linear.triton import (
     ask_for_weights,
@@ -19,10 +18,16 @@ from octavo.kernels.linear.triton import (
     inverse_rms,
     load_early,
     multiply,
-    partial_layout,
     take_activations,
     take_squares,
     total,
+)
+from octavo.kernels.linear.triton_row import (
+    few_rows_tile,
+    multiply_row,
+    out_layout,
+    take_row,
+    take_row_squares,
 )
 from octavo.kernels.triton_launch import dependent_launches
 
@@ -45,7 +50,7 @@ def norm_linear(
     ``bias`` may not be written by the kernel in front.
     """
     (num_rows, k), n, parts = h.shape, len(weight), squares.shape[1]
-    tile = tile or choose_tile(n, k, num_rows)
+    tile = tile or few_rows_tile(n, k, num_rows)
     dependent = dependent_launches()
     _norm_linear_kernel[(triton.cdiv(n, tile.rows),)](
         h,
@@ -69,6 +74,7 @@ def norm_linear(
         AHEAD=tile.ahead,
         S=tile.num_warps,
         M=triton.next_power_of_2(num_rows),
+        ONE=tile.one_row,
         SUMS=triton.next_power_of_2(parts),
         DEPENDENT=dependent,
         num_warps=tile.num_warps,
@@ -100,6 +106,7 @@ def _norm_linear_kernel(
     AHEAD: tl.constexpr,
     S: tl.constexpr,
     M: tl.constexpr,
+    ONE: tl.constexpr,
     SUMS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -110,36 +117,43 @@ def _norm_linear_kernel(
     FIRST: tl.constexpr = chunks_ahead(K, CHUNK, AHEAD)
     EARLY: tl.constexpr = chunks_early(ROWS, CHUNK, FIRST, S)
     tiles, barriers = ask_for_weights(weight, first, first, ROWS, CHUNK, FIRST, 1)
-    OUT: tl.constexpr = gl.SliceLayout(0, partial_layout(S, ROWS, M))
+    OUT: tl.constexpr = out_layout(S, ROWS, M, ONE)
     rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
     m = gl.arange(0, M, layout=gl.SliceLayout(0, OUT))
     if BIAS:
         added = gl.load(bias + rows, mask=rows < n, other=0.0).to(gl.float32)
-    early = load_early(tiles, barriers, ROWS, CHUNK, EARLY, S, 1)
+    if not ONE:
+        early = load_early(tiles, barriers, ROWS, CHUNK, EARLY, S, 1)
     if DEPENDENT:
         gdc_wait()
-    activations = take_activations(h, stride_h, num_rows, 0, FIRST, K, CHUNK, S, M)
-    sums = take_squares(squares, stride_squares, num_rows, parts, ROWS, S, M, SUMS)
-    slices = multiply(
-        tiles,
-        barriers,
-        weight,
-        first,
-        first,
-        early,
-        activations,
-        h,
-        stride_h,
-        num_rows,
-        ROWS,
-        K,
-        CHUNK,
-        FIRST,
-        S,
-        M,
-        1,
-    )
-    y = total(slices.index(0), ROWS, S, M) * inverse_rms(sums, eps, K, ROWS, S, M)
+    if ONE:
+        sums = take_row_squares(squares, parts, SUMS)
+        row = take_row(h, K)
+        y = multiply_row(tiles, barriers, weight, first, first, row, ROWS, K, CHUNK, FIRST, 1)[0]
+        y *= gl.rsqrt(gl.sum(sums, 0) / K + eps)
+    else:
+        activations = take_activations(h, stride_h, num_rows, 0, FIRST, K, CHUNK, S, M)
+        sums = take_squares(squares, stride_squares, num_rows, parts, ROWS, S, M, SUMS)
+        slices = multiply(
+            tiles,
+            barriers,
+            weight,
+            first,
+            first,
+            early,
+            activations,
+            h,
+            stride_h,
+            num_rows,
+            ROWS,
+            K,
+            CHUNK,
+            FIRST,
+            S,
+            M,
+            1,
+        )
+        y = total(slices.index(0), ROWS, S, M) * inverse_rms(sums, eps, K, ROWS, S, M)
     if BIAS:
         y += added[:, None]
     if SOFT_CAP:  # tanh by the exponential; right at both infinities

@@ -71,6 +71,8 @@ def choose_cut(spec: AttentionSpec, num_rows: int, longest: int, num_sms: int = 
     if spec.split_mode != "auto":
         return _cut_as_told(spec, num_rows, longest, num_sms)
     longest = max(128, _rounded_up(min(longest, spec.window or longest)))
+    if num_rows == 1 and 128 < longest <= 256 and spec.head_dim <= 128:
+        return Cut(1, 256, num_warps=8, num_stages=1)  # a merge would cost as much as it saves
     lines = num_rows * spec.num_kv_heads
     few = num_rows * longest <= 12288
     splits = max(1, min((3 * num_sms // 2 if few else 2 * num_sms) // lines, -(-longest // 128)))

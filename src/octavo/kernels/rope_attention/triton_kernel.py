@@ -112,7 +112,7 @@ def rope_attention_kernel(
     k_tiles, v_tiles, blocks = _begin_copies(
         *history, K_STRIDES, V_STRIDES, HEAD_DIM, BLOCK_SIZE, STAGES, W, KEYS, D
     )
-    new_rows = new_tile(
+    new_rows, new_value = new_tile(
         qkv,
         q_norm,
         k_norm,
@@ -141,7 +141,9 @@ def rope_attention_kernel(
         DEPENDENT,
     )
     query = query_of(new_rows, W, G, D)
-    m, l, acc = begin_softmax(new_rows, query, ends_row, scale, soft_cap, SOFT_CAP, GROUP, W, G, D)
+    m, l, acc = begin_softmax(
+        new_rows, new_value, query, ends_row, scale, soft_cap, SOFT_CAP, GROUP, W, G, D
+    )
     m, l, acc = _read_history(
         k_tiles,
         v_tiles,

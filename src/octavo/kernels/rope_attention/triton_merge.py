@@ -14,7 +14,11 @@ from octavo.kernels.rope_attention.triton_layouts import acc_memory, merge_layou
 def merge_warps(m, l, acc, HEADS: tl.constexpr, G: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
     """Of each warp's partial, ``m`` and ``l`` [W, G] and ``acc`` [W, G, D], one of the block, by
     way of shared memory: [HEADS], [HEADS], [HEADS, D]."""
-    accs = gl.allocate_shared_memory(gl.float32, [W, G, D], acc_memory(W, G, D))
+    ROWS: tl.constexpr = 8 if HEADS <= 8 else G
+    if HEADS <= 8:  # the other half's rows are no queries
+        halves = acc.reshape([W, G // 8, 8, D])
+        acc, _ = gl.split(halves.permute([0, 2, 3, 1]))
+    accs = gl.allocate_shared_memory(gl.float32, [W, ROWS, D], acc_memory(W, ROWS, D))
     ms = gl.allocate_shared_memory(gl.float32, [W, G], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     ls = gl.allocate_shared_memory(gl.float32, [W, G], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     accs.store(acc)

@@ -48,9 +48,9 @@ def new_tile(
     D: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Shared memory [G, D] with the new rows in the cache's dtype; key and value are stored in the
-    cache too, by the block whose share ends the row. Waits for the kernel in front, before ``qkv``
-    is read and after all else is."""
+    """Shared memory [G, D] with the new rows in the cache's dtype, and [1, D] with the value; key
+    and value are stored in the cache too, by the block whose share ends the row. Waits for the
+    kernel in front, before ``qkv`` is read and after all else is."""
     NEW: tl.constexpr = new_layout(W, D)
     g = gl.arange(0, G, layout=gl.SliceLayout(1, NEW))
     d = gl.arange(0, D, layout=gl.SliceLayout(0, NEW))
@@ -82,6 +82,10 @@ def new_tile(
     rotated = rotated.to(k_head.dtype.element_ty)
     rows = gl.allocate_shared_memory(k_head.dtype.element_ty, [G, D], new_memory(D))
     rows.store(rotated)
+    # Where rows are swizzled, none can be taken by itself.
+    unswizzled = gl.allocate_shared_memory(
+        k_head.dtype.element_ty, [G, D], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]), rotated
+    )
     gl.store(
         k_place + d[None, :] + g[:, None] * 0,
         rotated,
@@ -93,7 +97,7 @@ def new_tile(
         mask=(is_value & is_stored)[:, None] & in_head[None, :],
     )
     gl.thread_barrier()
-    return rows
+    return rows, unswizzled.slice(GROUP + 1, 1, dim=0)
 
 
 @jit
@@ -148,6 +152,7 @@ def query_of(new_rows, W: tl.constexpr, G: tl.constexpr, D: tl.constexpr):
 @jit
 def begin_softmax(
     new_rows,
+    new_value,
     query,
     ends_row,
     scale,
@@ -161,7 +166,6 @@ def begin_softmax(
     """``m``, ``l`` [W, G] and ``acc`` [W, G, D] of every warp before any history: the new key and
     value in the first warp of the block whose share ends the row, nothing in all others."""
     MMA: tl.constexpr = score_layout(W)
-    QUERY: tl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     KEY: tl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     NEW_KEYS: tl.constexpr = 8 if GROUP < 8 else G
     new_key = new_rows.slice(0, NEW_KEYS, dim=0).permute((1, 0)).load(gl.SliceLayout(0, KEY))
@@ -175,14 +179,9 @@ def begin_softmax(
     has_new = ((warp == 0) & ends_row)[:, None]
     m = gl.where(has_new, m, float("-inf"))
     l = gl.where(has_new & (m == m), 1.0, 0.0)
-    # The value is a row of the tile: a product with weights of 1 and 0 brings it in its place.
-    warp_of_one = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, QUERY)))
-    row_of_one = gl.arange(0, G, layout=gl.SliceLayout(0, gl.SliceLayout(1, QUERY)))
-    one = ((warp_of_one == 0) & ends_row)[:, None, None] & (row_of_one == GROUP + 1)[None, None, :]
-    one = gl.where(one, 1.0, 0.0) + gl.zeros([W, G, G], gl.float32, layout=QUERY)
-    values = _for_every_warp(new_rows.load(gl.SliceLayout(0, KEY)), [W, G, D], KEY)
+    value = new_value.load(gl.SliceLayout(0, MMA)).to(gl.float32)
     acc = gl.zeros([W, G, D], gl.float32, layout=MMA)
-    return m, l, mma_v2(one.to(values.dtype), values, acc)
+    return m, l, gl.where(has_new[:, :, None], value[None, :, :], acc)
 
 
 @jit
