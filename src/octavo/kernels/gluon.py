@@ -22,13 +22,20 @@ __all__ = [
     "mma_v2",
     "next_power_of_2",
     "tma",
+    "warpgroup_mma",
+    "warpgroup_mma_wait",
 ]
 
 if not INTERPRETED:
     from triton.experimental.gluon import constexpr_function, jit
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
-    from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+    from triton.experimental.gluon.language.nvidia.hopper import (
+        mbarrier,
+        tma,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 else:
     import numpy as np
@@ -85,6 +92,12 @@ else:
     def mma_v2(a: Any, b: Any, acc: Any) -> Any:
         """Triton's interpreter multiplies the raw bits of bf16 operands (3.6 to 3.9)."""
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+
+    def warpgroup_mma(a: Any, b: Any, acc: Any, *, is_async: bool) -> Any:
+        return mma_v2(a.load(None), b.load(None), acc)
+
+    def warpgroup_mma_wait(num_outstanding: int, deps: tuple[Any, ...]) -> Any:
+        return deps if len(deps) > 1 else deps[0]
 
     def _nothing(*args: Any, **how: Any) -> None:
         return None

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from octavo.kernels.triton_launch import dependent_launches
+from octavo.kernels.triton_launch import dependent_launches, with_room
 
 
 def add_rms_norm(
@@ -31,7 +31,7 @@ def add_rms_norm(
     """
     count = len(x) if rows is None else len(rows)
     size = x.shape[1]
-    out = None if weight is None else x.new_empty(count, size, dtype=dtype or x.dtype)
+    out = None if weight is None else with_room(x, count, size, dtype=dtype)
     if count:
         block, dependent = triton.next_power_of_2(size), dependent_launches()
         parts = 1 if delta is None or delta.dim() == 2 else len(delta)
