@@ -40,11 +40,13 @@ class Products:
 
 @dataclass(frozen=True)
 class Linears:
-    """``decode`` is for steps, or parts of a step, of decode rows only, ``others`` for all others;
+    """``decode`` is for steps, or parts of a step, of decode rows only, ``others`` for all others,
+    and ``wanted`` for what those do with the tokens alone whose logits are wanted;
     ``head(hidden, weight, out=...)``."""
 
     decode: Products
     others: Products
+    wanted: Products
     head: Callable[..., Tensor]
 
 
@@ -87,18 +89,20 @@ def gated_product(x: Tensor, weight: Tensor, bias: Tensor | None, activation: st
 
 def _tile(x: Tensor, weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> Tile | None:
     """What a product of ours takes, where it is the better one."""
-    if bias is not None or x.dtype != torch.bfloat16 or not has_warpgroups():
+    usual = bias is None and x.dtype == torch.bfloat16 and len(x) > 0
+    if not usual or not has_warpgroups():
         return None
     n, k = weight.shape
     return choose_tile(n, k, len(x), gated=gated)
 
 
-LIBRARY = Linears(Products(whole_or_in_parts, in_parts, gated_product), of_linear(F.linear), _mm)
+FEW = Products(whole_or_in_parts, in_parts, gated_product)
+LIBRARY = Linears(FEW, of_linear(F.linear), FEW, _mm)
 
 
 def fixed_linears(device: torch.device) -> Linears:
     """For one stream, the current one."""
     counters = make_counters(device)
     decode = partial(linear_fixed, counters=counters, kind="decode")
-    prefill = partial(linear_fixed, counters=counters, kind="prefill")
-    return Linears(of_linear(decode), of_linear(prefill), partial(decode, bias=None))
+    prefill = of_linear(partial(linear_fixed, counters=counters, kind="prefill"))
+    return Linears(of_linear(decode), prefill, prefill, partial(decode, bias=None))

@@ -134,7 +134,7 @@ class Stages:
             parts.append(group.prefill.run(step.q[count:], *caches, group.prefill_plan)[0])
         step.attention = parts[0] if len(parts) == 1 else torch.cat(parts)
         if layer is self._layers[-1]:
-            step.keep_wanted()
+            step.keep_wanted(self._linears.wanted)
 
     def _out_proj(self, step: Step, layer: Layer) -> None:
         weights = layer.weights

@@ -43,9 +43,10 @@ class Step:
     ffn: Tensor = field(init=False)  # [T, intermediate]
     hidden: Tensor = field(init=False)  # [L, hidden], normed: the head's input
 
-    def keep_wanted(self) -> None:
-        """Go on with the tokens alone whose logits are wanted: behind the last layer's attention
-        no token reads another."""
+    def keep_wanted(self, products: Products) -> None:
+        """Go on with the tokens alone whose logits are wanted, and with products for them: behind
+        the last layer's attention no token reads another."""
         if self.logits_rows is not None:
+            self.products = products
             self.x = self.x.index_select(0, self.logits_rows)
             self.attention = self.attention.index_select(0, self.logits_rows)
