@@ -63,8 +63,6 @@ def in_parts(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x @ weight.T + bias`` of ``x`` [T, K], ``weight`` [N, K] and ``bias`` [N]: [T, N]; or,
     where that is faster, what P parts of K add to it, [P, T, N]. Each is rounded to x's dtype:
     smaller numbers, so that together they err about as much as the whole would."""
-    if tile := _tile(x, weight, bias):
-        return linear_batch(x, weight, tile)
     (rows, k), columns = x.shape, len(weight)
     parts = 4 if columns <= FEW_COLUMNS else 2
     pays = rows in ROWS_IN_PARTS and columns <= MOST_COLUMNS
@@ -74,10 +72,16 @@ def in_parts(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.bmm(of_rows, weight.view(columns, parts, k // parts).permute(1, 2, 0))
 
 
-def whole_or_in_parts(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """As ``in_parts``, but in parts only where the product is ours."""
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x @ weight.T + bias`` [T, N], or, where it is ours, in parts [P, T, N]."""
     tile = _tile(x, weight, bias)
     return linear_batch(x, weight, tile) if tile else F.linear(x, weight, bias)
+
+
+def added_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The same, the library's in parts, too."""
+    tile = _tile(x, weight, bias)
+    return linear_batch(x, weight, tile) if tile else in_parts(x, weight, bias)
 
 
 def gated_product(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
@@ -96,7 +100,7 @@ def _tile(x: Tensor, weight: Tensor, bias: Tensor | None, *, gated: bool = False
     return choose_tile(n, k, len(x), gated=gated)
 
 
-FEW = Products(whole_or_in_parts, in_parts, gated_product)
+FEW = Products(product, added_product, gated_product)
 LIBRARY = Linears(FEW, of_linear(F.linear), FEW, _mm)
 
 
