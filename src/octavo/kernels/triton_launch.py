@@ -14,7 +14,7 @@ from torch import Tensor
 
 from octavo.attention.spec import AttentionSpec
 
-ROOM = 128
+ROOM = 128  # rows
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
