@@ -57,7 +57,7 @@ def main() -> None:
     JITFunction.run = compile_only
     for module in MODULES:
         module.dependent_launches = lambda: True
-    triton_row.has_warp_groups = lambda: True
+    triton_row.has_warpgroups = lambda: True
     results: dict[str, dict[str, Any]] = {}
     for name, launch in CASES.items():
         compiled.clear()

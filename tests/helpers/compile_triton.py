@@ -25,10 +25,12 @@ from triton.runtime.jit import JITFunction
 
 import octavo.kernels.choose.triton as choose
 import octavo.kernels.kv_store.triton as kv_store
+import octavo.kernels.linear_batch.triton as linear_batch
 import octavo.kernels.linear_fixed.triton as linear_fixed
 import octavo.kernels.split_attention.triton as split_attention
 import octavo.kernels.split_attention.triton_warps as split_warps
 from octavo.attention import AttentionSpec
+from octavo.kernels.linear_batch.tiles import TABLE
 from octavo.kernels.paged_prefill.triton import paged_prefill
 from octavo.kernels.step_inputs.layout import make_inputs
 
@@ -82,7 +84,7 @@ PREFILL: dict[str, dict[str, Any]] = {
 def main() -> None:
     driver.set_active(NoDevice())
     JITFunction.run = compile_only
-    for module in (choose, split_attention, split_warps, kv_store, linear_fixed):
+    for module in (choose, split_attention, split_warps, kv_store, linear_batch, linear_fixed):
         module.dependent_launches = lambda: True
     results = {}
     for name, (launch, changes) in CASES.items():
@@ -177,6 +179,15 @@ def product(num_tokens: int, kind: Any, n: int = 4096, dtype: Any = torch.bfloat
     linear_fixed.linear_fixed(x, weight, weight[:, 0].contiguous(), counters, kind)
 
 
+def of_rows(n: int, k: int, gated: bool, rows: int, activation: str = "silu") -> None:
+    tile = TABLE[n, k, gated][rows]
+    x, weight = torch.empty(rows, k, dtype=torch.bfloat16), torch.empty(n, k, dtype=torch.bfloat16)
+    if gated:
+        linear_batch.gated_batch(x, weight, activation, tile)
+    else:
+        linear_batch.linear_batch(x, weight, tile)
+
+
 def chosen(dtype: Any, filtered: bool, advances: bool) -> None:
     rows, vocab_size = 4, 151_936
     settings = torch.zeros(len(choose.SETTINGS), rows, dtype=torch.int32)
@@ -199,6 +210,15 @@ CASES: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     "product, decode, 1": (product, {"num_tokens": 1, "kind": "decode"}),
     "product, decode, 256": (product, {"num_tokens": 256, "kind": "decode", "n": 32768}),
     "product, prefill": (product, {"num_tokens": 4096, "kind": "prefill"}),
+    **{
+        f"product of {n} x {k}, {rows}": (of_rows, {"n": n, "k": k, "gated": gated, "rows": rows})
+        for (n, k, gated), tiles in TABLE.items()
+        for rows in tiles
+    },
+    "product, gelu": (
+        of_rows,
+        {"n": 6144, "k": 1024, "gated": True, "rows": 64, "activation": "gelu_tanh"},
+    ),
     "choose": (chosen, {"dtype": torch.bfloat16, "filtered": False, "advances": False}),
     "choose, filtered": (chosen, {"dtype": torch.float32, "filtered": True, "advances": False}),
     "choose, advancing": (chosen, {"dtype": torch.bfloat16, "filtered": False, "advances": True}),

@@ -29,9 +29,11 @@ from octavo.engine.loop import Engine
 from octavo.engine.request import Request
 from octavo.models.families import spec_from_config
 from octavo.models.weights import check_weights
+from octavo.runtime import cuda
 from octavo.runtime.candidates import Model, choose_attention
 from octavo.runtime.cuda import CudaRuntime, batch_buckets
 from octavo.runtime.cuda_fused import fused_ways
+from octavo.runtime.cuda_linears import LIBRARY
 from octavo.runtime.cuda_load import run_largest_steps, shortened, warm_up
 
 torch.set_num_threads(1)
@@ -125,6 +127,33 @@ def test_the_engine_answers_as_on_the_eager_runtime(model: Path, overlapped: boo
         assert token_ids == output.outputs[0].token_ids
         check_logprobs(logprobs, output.outputs[0].logprobs)
         check_logprobs(prompt_logprobs, output.prompt_logprobs)
+
+
+@pytest.mark.parametrize("model", ["gemma3"], indirect=True)
+def test_the_last_layer_goes_on_with_wanted_tokens(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of the first chunks of a prompt, one of the last, also beside rows that decode."""
+    counts: list[int] = []
+    wanted = LIBRARY.wanted
+
+    def gated(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        counts.append(len(x))
+        return wanted.gated(x, *rest)
+
+    monkeypatch.setattr(cuda, "LIBRARY", replace(LIBRARY, wanted=replace(wanted, gated=gated)))
+    prompts = [{"prompt_token_ids": ids} for ids in (IDS[5:75], IDS[:20], IDS[9:49])]
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    eager = LLM(str(model), device="cpu", enforce_eager=True, exact=True, max_model_len=320)
+    expected = eager.generate(prompts, params, use_tqdm=False)
+    driver = load(model, max_rows=4)
+    limits = EngineLimits(4, 30, 320, 16, (64,) * len(driver.groups), async_scheduling=False)
+    engine = Engine(driver.runtime, driver.groups, limits)
+    for i, prompt in enumerate(prompts):
+        engine.add(Request(str(i), prompt["prompt_token_ids"], params, frozenset(), 0))
+    found = answers(engine, 3)
+    assert [found[i][0] for i in range(3)] == [one.outputs[0].token_ids for one in expected]
+    assert counts == [0, 0, 2, 2, 3]
 
 
 @pytest.mark.parametrize("model", ["gemma3"], indirect=True)

@@ -97,9 +97,9 @@ def test_linear_add(rows, n, k, tile, biased):
         assert error(found, right) < 1e-6
 
 
-def test_a_row_where_there_are_no_warp_groups(monkeypatch):
+def test_a_row_where_there_are_no_warpgroups(monkeypatch):
     assert few_rows_tile(4096, 1024, 1) == choose_tile(4096, 1024, 1)
-    monkeypatch.setattr(triton_row, "has_warp_groups", lambda: False)
+    monkeypatch.setattr(triton_row, "has_warpgroups", lambda: False)
     assert few_rows_tile(4096, 1024, 1) == choose_tile(4096, 1024, 2)
 
 

@@ -41,12 +41,10 @@ def close(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("size", [1, 80, 512, 513])
 def test_rms_norm(size: int, dtype: torch.dtype) -> None:
     weight, post = randn(size), randn(size)
-    rows = torch.tensor([4, 0], dtype=torch.int32)
     for options in (
         {},
         {"delta": randn(5, size, dtype=dtype)},
         {"delta": randn(5, size, dtype=dtype), "post_weight": post},
-        {"delta": randn(5, size, dtype=dtype), "rows": rows},
         {"delta": randn(3, 5, size, dtype=dtype)},
         {"delta": randn(2, 5, size, dtype=dtype), "post_weight": post},
     ):
@@ -68,6 +66,7 @@ def test_gated(size: int, dtype: torch.dtype, activation: str) -> None:
     close(gated(x, activation), gated_reference.gated(x, activation), dtype)
 
 
+@pytest.mark.parametrize("parts", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "half", "block_size", "normed"),
@@ -81,8 +80,10 @@ def test_rope_write(
     block_size: int,
     normed: bool,
     dtype: torch.dtype,
+    parts: bool,
 ) -> None:
-    qkv = randn(5, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    shape = (5, (heads + 2 * kv_heads) * head_dim)
+    qkv = randn(*((3, *shape) if parts else shape), dtype=dtype)
     positions = torch.tensor([0, 7, 3, 49, 0], dtype=torch.int32)
     slots = torch.tensor([2, 0, 19, 11, -1], dtype=torch.int32)  # the last one is padding
     options = {"num_heads": heads, "eps": 1e-6}

@@ -101,11 +101,11 @@ else:
         """Triton's interpreter multiplies the raw bits of bf16 operands (3.6 to 3.9)."""
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
 
-    def warpgroup_mma(a: Any, b: Any, acc: Any, is_async: bool = False) -> Any:
+    def warpgroup_mma(a: Any, b: Any, acc: Any, *, is_async: bool) -> Any:
         return mma_v2(a.load(None), b.load(None), acc)
 
-    def warpgroup_mma_wait(num_outstanding: int, deps: Any) -> Any:
-        return deps[0] if len(deps) == 1 else deps
+    def warpgroup_mma_wait(num_outstanding: int, deps: tuple[Any, ...]) -> Any:
+        return deps if len(deps) > 1 else deps[0]
 
     def _nothing(*args: Any, **how: Any) -> None:
         return None

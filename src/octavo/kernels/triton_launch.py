@@ -14,6 +14,7 @@ from torch import Tensor
 
 from octavo.attention.spec import AttentionSpec
 
+ROOM = 128  # rows
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -29,9 +30,15 @@ def dependent_launches() -> bool:
 
 
 @cache
-def has_warp_groups() -> bool:
-    """Whether a device has Hopper's instructions of four warps; those behind it have others."""
+def has_warpgroups() -> bool:
+    """Whether four warps multiply together, as on Hopper alone; the interpreter does as if."""
     return INTERPRETED or (dependent_launches() and torch.cuda.get_device_capability()[0] == 9)
+
+
+def with_room(like: Tensor, rows: int, *rest: int, dtype: torch.dtype | None = None) -> Tensor:
+    """A new tensor [rows, ...] on the device of another, behind whose last row there is memory up
+    to a multiple of ``ROOM`` rows: what copies tiles of rows is slow where they don't exist."""
+    return like.new_empty(-(-rows // ROOM) * ROOM, *rest, dtype=dtype or like.dtype)[:rows]
 
 
 def padded(side: int) -> int:
@@ -44,7 +51,7 @@ def outputs(
 ) -> tuple[Tensor, Tensor]:
     """``out`` [T, H, Dv] in q's dtype and ``lse`` [T, H] fp32, made where they are not given."""
     if out is None:
-        out = q.new_empty(*q.shape[:2], spec.v_head_dim)
+        out = with_room(q, *q.shape[:2], spec.v_head_dim)
     if lse is None:
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     return out, lse

@@ -248,8 +248,7 @@ class CudaRuntime:
             self._plans[rows] = self._decode_groups(rows)
         step = Step(
             x=self._stages.embedded(self._inputs.ids[:rows]).float(),
-            linear=self._linears.decode,
-            added=self._linears.added,
+            products=self._linears.decode,
             positions=self._inputs.positions[:rows],
             num_decodes=rows,
             groups=self._plans[rows],
@@ -285,8 +284,7 @@ class CudaRuntime:
         if apart < batch.num_tokens:
             step = Step(
                 x=self._stages.embedded(self._inputs.ids[apart : batch.num_tokens]),
-                linear=self._linears.others,
-                added=self._linears.others,
+                products=self._linears.others,
                 positions=self._inputs.positions[apart : batch.num_tokens],
                 num_decodes=batch.num_decodes - apart,
                 groups=[self._plan(number, batch, apart) for number in range(len(self._attention))],

@@ -11,7 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo.kernels.gated.triton import gated
+from octavo.kernels.linear_batch.tiles import Tile, choose_tile
+from octavo.kernels.linear_batch.triton import gated_batch, linear_batch
 from octavo.kernels.linear_fixed.triton import linear_fixed, make_counters
+from octavo.kernels.triton_launch import has_warpgroups
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of activations, weight and bias
 
@@ -24,15 +28,31 @@ PART_STEP = 64  # columns of K that a part is a multiple of
 
 
 @dataclass(frozen=True)
-class Linears:
-    """``decode`` is for steps, or parts of a step, of decode rows only, ``others`` for all others;
-    ``added`` for decode rows whose result is only added to the residual stream: [T, N], or in parts
-    [P, T, N] that are yet to be added up; ``head(hidden, weight, out=...)``."""
+class Products:
+    """Those of a layer. ``qkv``'s result, and ``added``'s, which is only added to the residual
+    stream, are [T, N], or in parts [P, T, N] that are yet to be added up; ``gated`` of activations,
+    weight and bias of gate and up, and the activation's name is [T, N / 2]."""
 
-    decode: Linear
+    qkv: Linear
     added: Linear
-    others: Linear
+    gated: Callable[[Tensor, Tensor, Tensor | None, str], Tensor]
+
+
+@dataclass(frozen=True)
+class Linears:
+    """``decode`` is for steps, or parts of a step, of decode rows only, ``others`` for all others,
+    and ``wanted`` for what those do with the tokens alone whose logits are wanted;
+    ``head(hidden, weight, out=...)``."""
+
+    decode: Products
+    others: Products
+    wanted: Products
     head: Callable[..., Tensor]
+
+
+def of_linear(linear: Linear) -> Products:
+    """All by one function."""
+    return Products(linear, linear, lambda x, w, b, activation: gated(linear(x, w, b), activation))
 
 
 def _mm(x: Tensor, weight: Tensor, *, out: Tensor | None) -> Tensor:
@@ -52,12 +72,41 @@ def in_parts(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.bmm(of_rows, weight.view(columns, parts, k // parts).permute(1, 2, 0))
 
 
-LIBRARY = Linears(F.linear, in_parts, F.linear, _mm)
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x @ weight.T + bias`` [T, N], or, where it is ours, in parts [P, T, N]."""
+    tile = _tile(x, weight, bias)
+    return linear_batch(x, weight, tile) if tile else F.linear(x, weight, bias)
+
+
+def added_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The same, the library's in parts, too."""
+    tile = _tile(x, weight, bias)
+    return linear_batch(x, weight, tile) if tile else in_parts(x, weight, bias)
+
+
+def gated_product(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """``act(gate) * up`` [T, N] of ``x @ weight.T + bias`` [T, 2 N], the gate first."""
+    if tile := _tile(x, weight, bias, gated=True):
+        return gated_batch(x, weight, activation, tile)
+    return gated(F.linear(x, weight, bias), activation)
+
+
+def _tile(x: Tensor, weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> Tile | None:
+    """What a product of ours takes, where it is the better one."""
+    usual = bias is None and x.dtype == torch.bfloat16 and len(x) > 0
+    if not usual or not has_warpgroups():
+        return None
+    n, k = weight.shape
+    return choose_tile(n, k, len(x), gated=gated)
+
+
+FEW = Products(product, added_product, gated_product)
+LIBRARY = Linears(FEW, of_linear(F.linear), FEW, _mm)
 
 
 def fixed_linears(device: torch.device) -> Linears:
     """For one stream, the current one."""
     counters = make_counters(device)
     decode = partial(linear_fixed, counters=counters, kind="decode")
-    prefill = partial(linear_fixed, counters=counters, kind="prefill")
-    return Linears(decode, decode, prefill, partial(decode, bias=None))
+    prefill = of_linear(partial(linear_fixed, counters=counters, kind="prefill"))
+    return Linears(of_linear(decode), prefill, prefill, partial(decode, bias=None))

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.attention.spec import AttentionSpec, Backend
-from octavo.kernels.gated.triton import gated
 from octavo.kernels.norm.triton import add_rms_norm
 from octavo.kernels.rope_write.triton import rope_write
 from octavo.models.decoder import StageName, cover, lower
@@ -110,7 +109,7 @@ class Stages:
     def _norm_qkv(self, step: Step, layer: Layer) -> None:
         weights = layer.weights
         x = self._normed(step, weights.attn_norm)
-        step.qkv = step.linear(x, weights.qkv, weights.qkv_bias)
+        step.qkv = step.products.qkv(x, weights.qkv, weights.qkv_bias)
 
     def _rope_write(self, step: Step, layer: Layer) -> None:
         step.q = rope_write(
@@ -134,27 +133,29 @@ class Stages:
         if group.prefill is not None:
             parts.append(group.prefill.run(step.q[count:], *caches, group.prefill_plan)[0])
         step.attention = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if layer is self._layers[-1]:
+            step.keep_wanted(self._linears.wanted)
 
     def _out_proj(self, step: Step, layer: Layer) -> None:
         weights = layer.weights
-        step.delta = step.added(step.attention.flatten(1), weights.o, weights.o_bias)
+        step.delta = step.products.added(step.attention.flatten(1), weights.o, weights.o_bias)
         step.post_norm = weights.attn_post_norm
 
     def _norm_ffn_up(self, step: Step, layer: Layer) -> None:
         weights = layer.weights
         x = self._normed(step, weights.ffn_norm)
-        up = step.linear(x, weights.gate_up, weights.gate_up_bias)
-        step.ffn = gated(up, self._spec.activation)
+        activation = self._spec.activation
+        step.ffn = step.products.gated(x, weights.gate_up, weights.gate_up_bias, activation)
 
     def _ffn_down(self, step: Step, layer: Layer) -> None:
         weights = layer.weights
-        step.delta = step.added(step.ffn, weights.down, weights.down_bias)
+        step.delta = step.products.added(step.ffn, weights.down, weights.down_bias)
         step.post_norm = weights.ffn_post_norm
 
     def _norm_head(self, step: Step) -> None:
-        step.hidden = self._normed(step, self._weights.final_norm, step.logits_rows)
+        step.hidden = self._normed(step, self._weights.final_norm)
 
-    def _normed(self, step: Step, weight: Tensor, rows: Tensor | None = None) -> Tensor:
+    def _normed(self, step: Step, weight: Tensor) -> Tensor:
         """The norm of x, with what is to be added to it added first."""
         normed = add_rms_norm(
             step.x,
@@ -162,7 +163,6 @@ class Stages:
             self._spec.norm_eps,
             delta=step.delta,
             post_weight=step.post_norm,
-            rows=rows,
             dtype=self._dtype,
         )
         step.delta = step.post_norm = None

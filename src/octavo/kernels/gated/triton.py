@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from octavo.kernels.triton_launch import dependent_launches
+from octavo.kernels.triton_launch import dependent_launches, with_room
 
 BLOCK = 1024
 
@@ -17,7 +17,7 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     """``act(gate) * up`` [T, size] of ``gate_up`` [T, 2 * size], contiguous, the gate first;
     ``activation`` is "silu" or "gelu_tanh". One launch, no waiting."""
     count, size = len(gate_up), gate_up.shape[1] // 2
-    out = gate_up.new_empty(count, size)
+    out = with_room(gate_up, count, size)
     if count:
         dependent = dependent_launches()
         _gated_kernel[(triton.cdiv(size, BLOCK), count)](

@@ -34,15 +34,15 @@ from octavo.kernels.linear.triton import (
     partial_layout,
     unit_bases,
 )
-from octavo.kernels.triton_launch import has_warp_groups
+from octavo.kernels.triton_launch import has_warpgroups
 
 BLOCK = tl.constexpr(64)  # columns: as many as the copy engine lays side by side
 
 
 def few_rows_tile(n: int, k: int, num_rows: int, parts: int = 1) -> Tile:
     """The tile for a ``[n, k]`` weight and so many activation rows, up to 16: that of two for one
-    on a device without warp groups."""
-    return choose_tile(n, k, num_rows if has_warp_groups() else max(2, num_rows), parts)
+    on a device without warpgroups."""
+    return choose_tile(n, k, num_rows if has_warpgroups() else max(2, num_rows), parts)
 
 
 @constexpr_function

@@ -19,15 +19,11 @@ def add_rms_norm(
     *,
     delta: Tensor | None = None,
     post_weight: Tensor | None = None,
-    rows: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor | None:
     """See :func:`octavo.kernels.norm.triton.add_rms_norm`."""
     if delta is not None and delta.dim() == 3:
         delta = delta.float().sum(0)
-    if rows is not None:
-        x = x[rows.long()]
-        delta = None if delta is None else delta[rows.long()]
     if delta is not None:
         if post_weight is not None:
             delta = rms_norm(delta, post_weight, eps)

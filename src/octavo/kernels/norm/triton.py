@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from octavo.kernels.triton_launch import dependent_launches
+from octavo.kernels.triton_launch import dependent_launches, with_room
 
 
 def add_rms_norm(
@@ -19,19 +19,17 @@ def add_rms_norm(
     *,
     delta: Tensor | None = None,
     post_weight: Tensor | None = None,
-    rows: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor | None:
     """``x += norm(delta) or delta``, in place, and then ``norm(x)``.
 
     ``x`` [T, hidden]; ``delta`` [T, hidden], or [P, T, hidden] in parts to be added up, normed by
     itself first where there is a ``post_weight``; weights are float32 [hidden]. Returns
-    ``norm(x)`` in ``dtype`` (x's own by default), None without ``weight``. ``rows`` [L] int32: of
-    these rows only, and x stays as it is. All tensors are contiguous. One launch, no waiting.
+    ``norm(x)`` in ``dtype`` (x's own by default), None without ``weight``. All tensors are
+    contiguous. One launch, no waiting.
     """
-    count = len(x) if rows is None else len(rows)
-    size = x.shape[1]
-    out = None if weight is None else x.new_empty(count, size, dtype=dtype or x.dtype)
+    count, size = x.shape
+    out = None if weight is None else with_room(x, count, size, dtype=dtype)
     if count:
         block, dependent = triton.next_power_of_2(size), dependent_launches()
         parts = 1 if delta is None or delta.dim() == 2 else len(delta)
@@ -39,7 +37,6 @@ def add_rms_norm(
             x,
             delta,
             post_weight,
-            rows,
             weight,
             out,
             eps,
@@ -59,7 +56,6 @@ def _norm_kernel(
     x,
     delta,
     post_weight,
-    rows,
     weight,
     out,
     eps,
@@ -70,7 +66,7 @@ def _norm_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """Grid: (rows,). What isn't given is None."""
-    i = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < SIZE
     if DEPENDENT:
@@ -79,7 +75,6 @@ def _norm_kernel(
         gain = tl.load(weight + cols, mask=mask, other=0.0)
     if DEPENDENT:
         gdc_wait()
-    row = i if rows is None else tl.load(rows + i).to(tl.int64)
     residual = x + row * SIZE + cols
     value = tl.load(residual, mask=mask, other=0.0).to(tl.float32)
     if delta is not None:
@@ -92,11 +87,10 @@ def _norm_kernel(
             rounded = _norm(added, post, eps, SIZE).to(delta.dtype.element_ty)
             added = rounded.to(tl.float32)
         value = (value + added).to(x.dtype.element_ty).to(tl.float32)
-        if rows is None:
-            tl.store(residual, value.to(x.dtype.element_ty), mask=mask)
+        tl.store(residual, value.to(x.dtype.element_ty), mask=mask)
     if weight is not None:
         normed = _norm(value, gain, eps, SIZE)
-        tl.store(out + i * SIZE + cols, normed.to(out.dtype.element_ty), mask=mask)
+        tl.store(out + row * SIZE + cols, normed.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit

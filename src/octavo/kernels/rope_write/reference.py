@@ -23,6 +23,8 @@ def rope_write(
 ) -> Tensor:
     """See :func:`octavo.kernels.rope_write.triton.rope_write`."""
     block_size, num_kv_heads, head_dim = k_cache.shape[1:]
+    if qkv.dim() == 3:
+        qkv = qkv.float().sum(0).to(qkv.dtype)
     heads = qkv.view(len(qkv), -1, head_dim)
     qk, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
     if qk_norm is not None:

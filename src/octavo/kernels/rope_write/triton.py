@@ -26,15 +26,16 @@ def rope_write(
     qk_norm: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """Norm and rotate the queries and keys of ``qkv`` [T, (H + 2 Hkv) * D], contiguous; return the
-    queries [T, H, D] and store keys and values in the pool.
+    """Norm and rotate the queries and keys of ``qkv`` [T, (H + 2 Hkv) * D], or [P, T, ...] in parts
+    to be added up, contiguous; return the queries [T, H, D] and store keys and values in the pool.
 
     ``positions`` and ``slot_mapping`` [T] are integers; a token whose slot is negative is padding
     and isn't stored. ``cos`` and ``sin`` [positions, rotary_dim / 2] float32; ``qk_norm``
     [H + Hkv, D] float32. Caches [blocks, block_size, Hkv, D], innermost dimension contiguous.
     One launch, no waiting.
     """
-    num_tokens, dependent = len(qkv), dependent_launches()
+    num_tokens, dependent = qkv.shape[-2], dependent_launches()
+    parts = 1 if qkv.dim() == 2 else len(qkv)
     block_size, num_kv_heads, head_dim = k_cache.shape[1:]
     q = qkv.new_empty(num_tokens, num_heads, head_dim)
     if num_tokens:
@@ -49,6 +50,8 @@ def rope_write(
             v_cache,
             slot_mapping,
             eps,
+            qkv[0].numel() if parts > 1 else 0,
+            PARTS=parts,
             K_STRIDES=k_cache.stride()[:3],
             V_STRIDES=v_cache.stride()[:3],
             BLOCK_SIZE=block_size,
@@ -78,6 +81,8 @@ def _rope_write_kernel(
     v_cache,
     slot_mapping,
     eps,
+    part_size,
+    PARTS: tl.constexpr,
     K_STRIDES: tl.constexpr,  # of block, token and head
     V_STRIDES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -118,11 +123,11 @@ def _rope_write_kernel(
     if DEPENDENT:
         gdc_wait()
     row = qkv + token * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM) + head[:, None] * HEAD_DIM
-    low = tl.load(row + half[None, :], mask=there & in_half[None, :], other=0.0)
-    high = tl.load(row + HALF + half[None, :], mask=there & in_half[None, :], other=0.0)
+    low = _load(row, there, half, in_half, part_size, PARTS)
+    high = _load(row + HALF, there, half, in_half, part_size, PARTS)
     a, b = low.to(tl.float32), high.to(tl.float32)
     if 2 * HALF < HEAD_DIM:
-        still = tl.load(row + rest[None, :], mask=there & in_rest[None, :], other=0.0)
+        still = _load(row, there, rest, in_rest, part_size, PARTS)
     if qk_norm is not None:
         squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
         if 2 * HALF < HEAD_DIM:
@@ -155,6 +160,19 @@ def _rope_write_kernel(
         _store(query, is_query, still, rest, in_rest)
         _store(key, is_key, still, rest, in_rest)
         _store(value, is_value, still, rest, in_rest)
+
+
+@triton.jit
+def _load(heads, which, columns, mask, part_size, PARTS: tl.constexpr):
+    """The columns of the heads that ``which`` says, zero else; parts are added up and rounded."""
+    place, there = heads + columns[None, :], which & mask[None, :]
+    numbers = tl.load(place, mask=there, other=0.0)
+    if PARTS > 1:
+        total = numbers.to(tl.float32)
+        for part in tl.static_range(1, PARTS):
+            total += tl.load(place + part * part_size, mask=there, other=0.0).to(tl.float32)
+        numbers = total.to(numbers.dtype)
+    return numbers
 
 
 @triton.jit

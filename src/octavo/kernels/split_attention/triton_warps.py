@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from octavo.attention.spec import AttentionSpec
 from octavo.kernels.gluon import (
@@ -143,6 +143,8 @@ def warps_kernel(
     BLOCK_ROWS: tl.constexpr,
 ):
     """Grid: (lines + ``enough``,), more than there are pieces. A unit is a tile of pages."""
+    if DEPENDENT:
+        gdc_launch_dependents()  # what follows has weights to ask for while the last lines are read
     KEYS: tl.constexpr = PAGES * PAGE
     MMA: tl.constexpr = score_layout()
     QUERY: tl.constexpr = gl.DotOperandLayout(0, MMA, 2)
