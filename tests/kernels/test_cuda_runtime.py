@@ -284,6 +284,19 @@ def test_steps_that_are_run_at_load(model: Path) -> None:
     close(driver.run(IDS[:12], decode_from=10), reference_logits(model, IDS[:12]))
 
 
+@pytest.mark.parametrize("model", ["gemma3"], indirect=True)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_steps_that_are_launched_in_vain(
+    model: Path, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when kernels are only noted: torch's own operations run on what nobody has uploaded."""
+    monkeypatch.setattr(cuda, "unpack", lambda *_, **how: None)
+    driver = load(model, max_rows=4, max_tokens=12, max_model_len=64, deterministic=deterministic)
+    folder = open_checkpoint(model)
+    config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=12, max_model_len=64)
+    warm_up(driver.runtime, Model(driver.runtime.spec, folder, driver.groups, config, "cuda"), 2)
+
+
 def test_first_layers_stand_for_all(model: Path) -> None:
     """One of each kind and another, in groups as the whole model's: windows in the same order."""
     folder = open_checkpoint(model)

@@ -280,7 +280,8 @@ class CudaRuntime:
             _, cuts = self._decode_key(apart, int(batch.seq_lens[:apart].max()))
             decoded = int(np.searchsorted(batch.logits_indices, apart))
             parts.append(self._decoded(apart, cuts)[rows[:decoded]])
-            rows = rows[decoded:] - apart
+            # Where launches are only noted, nothing has been uploaded, and there are zeros.
+            rows = (rows[decoded:] - apart).clamp_(min=0)
         if apart < batch.num_tokens:
             step = Step(
                 x=self._stages.embedded(self._inputs.ids[apart : batch.num_tokens]),
