@@ -56,7 +56,7 @@ def test_a_search_takes_what_is_surely_faster(
         Tile(16, 512, 4, one_row=True),
         Tile(32, 512, 4, one_row=True),
     )
-    monkeypatch.setattr(kernels, "other_tiles", lambda k, rows, tile, parts: [near, better])
+    monkeypatch.setattr(kernels, "other_tiles", lambda k, tile, parts: [near, better])
     for best, expected in ((9.8, listed), (9.0, better)):
         clock += [10.0, 9.9, best, 5.0]
         [found] = bench_kernels(
@@ -70,7 +70,7 @@ def test_a_search_takes_what_is_surely_faster(
 @pytest.mark.parametrize(("k", "parts"), [(1024, 1), (4096, 2), (64, 1)])
 def test_other_tiles_fit(k: int, parts: int, rows: int) -> None:
     tile = choose_tile(4096, k, rows, parts)
-    others = other_tiles(k, rows, tile, parts)
+    others = other_tiles(k, tile, parts)
     assert tile not in others
     for one in others:
         assert one.one_row == (rows == 1)

@@ -11,7 +11,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from octavo.errors import ConfigError
-from octavo.kernels.linear.table import Key, choose_tile
+from octavo.kernels.linear.table import Key
 from octavo.kernels.linear.tiles import ROW_WARPS, Tile
 
 if TYPE_CHECKING:
@@ -71,6 +71,8 @@ def bench_kernels(
     import torch
     import torch.nn.functional as F
 
+    from octavo.kernels.linear.triton_row import few_rows_tile
+
     for kernel, n, k in weights:
         copies = max(2, -(-COLD_BYTES // (2 * n * k)))
         matrices = [
@@ -78,10 +80,10 @@ def bench_kernels(
         ]
         for m in rows:
             y = torch.randn(m, k, device=device).bfloat16()
-            tile = choose_tile(n, k, m, _parts(kernel))
+            tile = few_rows_tile(n, k, m, _parts(kernel))
             us = _launch_us(_fused(kernel, n, k, y, tile), matrices)
             limit = SURELY * us
-            for other in other_tiles(k, m, tile, _parts(kernel)) if search else ():
+            for other in other_tiles(k, tile, _parts(kernel)) if search else ():
                 other_us = _launch_us(_fused(kernel, n, k, y, other), matrices)
                 if other_us < min(limit, us):
                     tile, us = other, other_us
@@ -104,11 +106,10 @@ def library_is_faster_from(products: Sequence[Product]) -> dict[str, int | None]
     return found
 
 
-def other_tiles(k: int, num_rows: int, tile: Tile, parts: int) -> list[Tile]:
-    """Tiles to try beside one for so many activation rows: of few or twice as many rows (for one
-    activation row of up to 64), half or whole chunks, 4 or 8 warps, and 2 or 4 chunks ahead, as far
-    as they fit."""
-    one = num_rows == 1
+def other_tiles(k: int, tile: Tile, parts: int) -> list[Tile]:
+    """Tiles to try beside one: of few or twice as many rows (for one activation row of up to 64),
+    half or whole chunks, 4 or 8 warps, and 2 or 4 chunks ahead, as far as they fit."""
+    one = tile.one_row
     found = dict.fromkeys(
         Tile(rows, chunk, num_warps, ahead, one)
         for rows in ((8 * parts, 16 * parts, 32, 64) if one else (16 * parts, 32 * parts))

@@ -99,6 +99,12 @@ def block_of(i, j, CHUNK, SIDE):
     return i * (CHUNK // 64) + j * SIDE
 
 
+@constexpr_function
+def sum_of(i, j, part, CHUNK, SIDE):
+    """The number of the sum that it is added to."""
+    return part * sums_of(SIDE) + block_of(i, j, CHUNK, SIDE) // SIDE % sums_of(SIDE)
+
+
 @jit
 def take_row(y, K: tl.constexpr):
     """The activations y [K] in shared memory [blocks // 8, 8, 64]; zeros behind them."""
@@ -152,14 +158,12 @@ def multiply_row(
                     product = warpgroup_mma(
                         blocks.index(j),
                         row.index(block_of(i, j, CHUNK, SIDE) // 8).permute((1, 0)),
-                        sums[part * SUMS + block_of(i, j, CHUNK, SIDE) // SIDE % SUMS],
+                        sums[sum_of(i, j, part, CHUNK, SIDE)],
                         is_async=True,
                     )
-                    sums = _replaced(
-                        sums, part * SUMS + block_of(i, j, CHUNK, SIDE) // SIDE % SUMS, product
-                    )
+                    sums = _replaced(sums, sum_of(i, j, part, CHUNK, SIDE), product)
         if i + AHEAD < COUNT:
-            sums = _finished(sums)
+            sums = warpgroup_mma_wait(0, deps=sums)
             gl.thread_barrier()
             copy_chunk(
                 tiles,
@@ -173,7 +177,7 @@ def multiply_row(
                 CHUNK,
                 PARTS,
             )
-    sums = _finished(sums)
+    sums = warpgroup_mma_wait(0, deps=sums)
     tiles._keep_alive()
     row._keep_alive()
     memory = gl.allocate_shared_memory(
@@ -202,16 +206,6 @@ def _replaced(values, i: tl.constexpr, value):
     for j in gl.static_range(len(values)):
         result += (value if j == i else values[j],)  # type: ignore[assignment]
     return result
-
-
-@jit
-def _finished(sums):
-    """The sums when the tensor cores are through with them."""
-    if len(sums) == 1:
-        finished = (warpgroup_mma_wait(0, deps=sums),)
-    else:
-        finished = warpgroup_mma_wait(0, deps=sums)
-    return finished
 
 
 @jit
