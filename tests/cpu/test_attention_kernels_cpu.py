@@ -135,7 +135,7 @@ def test_a_step_of_decodes_and_prompts(num_decodes):
 def test_rope_write(kv_dtype, with_norm, rotary_dim):
     """Seven tokens, one of them stored nowhere; compared in the pool to half a step of rounding.
     What is rounded coarsely is spread before: keys and values for int8, normed keys for
-    bfloat16."""
+    bfloat16; and for int8 norms are balanced."""
     spec = make_spec(num_heads=6, num_kv_heads=2, kv_dtype=kv_dtype)
     backend, layout = CpuCandidate().open(spec), CpuCandidate().kv_layout(spec, 4)
     tokens, slots = 7, np.array([0, 1, 17, -1, 31, 63, 40], np.int32)
@@ -147,6 +147,9 @@ def test_rope_write(kv_dtype, with_norm, rotary_dim):
         torch.zeros(shape, dtype=getattr(torch, layout.dtype))
         for shape in (layout.k_shape, layout.v_shape)
     ]
+    wanted_weights = weights
+    if weights is not None and kv_dtype == "int8":
+        wanted_weights = torch.from_numpy(cpu_step.balance(weights.numpy(), 2, rotary_dim))
     wanted_pools = [torch.zeros(4, 16, 2, 64) for _ in "kv"]
     wanted_q = rope_write(
         qkv,
@@ -156,7 +159,7 @@ def test_rope_write(kv_dtype, with_norm, rotary_dim):
         *wanted_pools,
         torch.from_numpy(slots),
         num_heads=6,
-        qk_norm=weights,
+        qk_norm=wanted_weights,
         eps=1e-6,
     )
     spread_keys = 64 if kv_dtype == "int8" or (kv_dtype == "bfloat16" and with_norm) else 0
@@ -194,6 +197,52 @@ def test_rope_write(kv_dtype, with_norm, rotary_dim):
         error = (found.float() - wanted).abs()
         assert (error <= 1.01 * half_step + 1e-5).all()
         assert (found[wanted.abs().amax((1, 2)) == 0] == 0).all()  # no other slot is written
+
+
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (80, 24), (256, 256), (96, 0)])
+@pytest.mark.parametrize("group", [1, 3])
+def test_balanced_norms(group, head_dim, rotary_dim):
+    """Scores are what they were, by the reference in float64, where weights are 0 or one of a
+    norm's is the largest by far; and keys of such a norm err less in int8."""
+    kv_heads, tokens = 2, 50
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    weights = normal(kv_heads * (group + 1), head_dim)
+    weights[:, 5] = weights[0, 1] = weights[-1, 2] = 0
+    weights[:-kv_heads, 7], weights[-kv_heads:, 7] = 0.1, 30
+    weights = weights.float()
+    balanced = torch.from_numpy(cpu_step.balance(weights.numpy(), kv_heads, rotary_dim))
+    qkv = normal(tokens, (kv_heads * (group + 2)) * head_dim)
+    angles = normal(tokens, rotary_dim // 2)
+
+    def scores(qk_norm, size=0):
+        """Of all queries with all keys, and those with keys as int8 has them."""
+        pools = [torch.zeros(4, 16, kv_heads, head_dim, dtype=torch.float64) for _ in "kv"]
+        q = rope_write(
+            qkv,
+            torch.arange(tokens),
+            angles.cos(),
+            angles.sin(),
+            *pools,
+            torch.arange(tokens),
+            num_heads=kv_heads * group,
+            qk_norm=qk_norm.double(),
+            eps=1e-6,
+        )
+        q, k = spread(q, size), spread(pools[0].view(64, kv_heads, head_dim)[:tokens], size)
+        steps = k.abs().amax(-1, keepdim=True) / 127
+        q = q.view(tokens, kv_heads, group, head_dim)
+        return [torch.einsum("ihgd,jhd->hgij", q, x) for x in (k, (k / steps).round() * steps)]
+
+    before, after = (scores(x, head_dim & -head_dim) for x in (weights, balanced))
+    wanted = scores(weights)[0]
+    for found, _ in (before, after):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
+    old, new = (float((rounded - wanted).norm()) for _, rounded in (before, after))
+    assert new < 0.7 * old
 
 
 @pytest.mark.parametrize(("head_dim", "size"), [(64, 64), (80, 16), (96, 32), (256, 256), (16, 1)])

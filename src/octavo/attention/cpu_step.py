@@ -191,6 +191,8 @@ def rope_write_call(
     queries; attention scales them. ``cos`` and ``sin`` [T, rotary_dim / 2] are the rows of the
     tokens' positions, ``qk_norm`` [H + Hkv, D] the norms' weights. Buffers may be longer than T.
     """
+    if qk_norm is not None and spec.kv_dtype == "int8":
+        qk_norm = balance(qk_norm, spec.num_kv_heads, rotary_dim)
     return rope_write.bind(
         plan=plan.header,
         qkv=qkv,
@@ -210,6 +212,27 @@ def rope_write_call(
         spread_values=_spread(spec),
         eps=norm_eps,
     )
+
+
+def balance(
+    qk_norm: NDArray[np.float32], num_kv_heads: int, rotary_dim: int
+) -> NDArray[np.float32]:
+    """Weights of norms [H + Hkv, D] under which every element of a key is as large as those of its
+    queries, and scores are what they were: what keys are multiplied by, queries are divided by.
+
+    A key whose large elements meet small ones of queries would be rounded for their sake, and the
+    error meets all of a query. Of all factors these make the error of scores least, where the
+    spread makes that of all elements alike. Elements that are rotated together get one factor.
+    """
+    keys = qk_norm[-num_kv_heads:, None]  # [Hkv, 1, D]
+    queries = qk_norm[:-num_kv_heads].reshape(num_kv_heads, -1, qk_norm.shape[1])
+    squares = np.stack([np.square(x).mean(1, keepdims=True) for x in (queries, keys)])
+    first, second = np.split(squares[..., :rotary_dim], 2, axis=-1)
+    first[:] = second[:] = (first + second) / 2
+    squares += 1e-6 * squares.mean(-1, keepdims=True) + 1e-30  # a weight may be 0
+    factors = (squares[0] / squares[1]) ** 0.25
+    shape = -1, qk_norm.shape[1]
+    return np.concatenate([(queries / factors).reshape(shape), (keys * factors).reshape(shape)])
 
 
 def restore_calls(
