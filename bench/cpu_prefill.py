@@ -33,7 +33,7 @@ def kind(call: Call) -> str:
 
 
 def operations(name: str, tokens: int, spec: Any) -> float:
-    """Multiplications and additions of one call."""
+    """Multiplications and additions of one of a layer's calls."""
     if name.startswith("linear"):
         _, width, _, columns = name.split()
         return 2.0 * int(width) * int(columns) * tokens
@@ -77,7 +77,6 @@ def main() -> None:
         times: dict[str, list[float]] = {name: [] for name in programs}
         for turn in range(given.turns + 1):
             for name, program in programs.items():
-                crew.run(programs["the step"]) if name != "the step" and turn == 0 else None
                 begin = time.perf_counter()
                 crew.run(program)
                 if turn:
@@ -87,7 +86,8 @@ def main() -> None:
         print(f"{tokens} tokens, int8 rate {rate / 1e9:,.0f} GOPS")
         for name in sorted(times, key=lambda name: -median(times[name])):
             seconds = median(times[name])
-            done = operations(name, tokens, spec) * len(parts.get(name, []))
+            count = len(parts.get(name, []))  # 1: of the head, which is for one token
+            done = operations(name, tokens, spec) * count if count > 1 else 0.0
             speed = (
                 f"{done / seconds / 1e9:8,.0f} GOPS {done / seconds / rate:5.0%}" if done else ""
             )

@@ -14,6 +14,7 @@ from helpers.attention import fill_pool, make_rows, make_spec, num_blocks, oracl
 
 from octavo.attention import SplitPlan, cpu_step
 from octavo.attention.backends.cpu import CpuCandidate
+from octavo.kernels import levels
 from octavo.kernels.host_cpu import features
 from octavo.kernels.levels import level
 from octavo.kernels.program import Program
@@ -132,6 +133,34 @@ def test_prefill_in_pairs(monkeypatch, group, head_dim, v_head_dim, kv_dtype):
         scaled = torch.from_numpy(rows.q * np.float32(spec.scale)).bfloat16().float().numpy()
         rows.q = scaled / np.float32(spec.scale)
         check(spec, rows, atol=2**-9 * max(np.abs(values).max() for values in rows.values))
+
+
+def test_only_what_may_be_rounded_is_multiplied_in_pairs(monkeypatch):
+    monkeypatch.setattr(cpu_step, "level", lambda: "vnni")
+    monkeypatch.setattr(cpu_step, "pairs_pay", lambda: True)
+    dtypes = itertools.product(("float32", "bfloat16"), ("float32", "bfloat16", "int8"))
+    rooms = {
+        each: cpu_step._prefill_room(make_spec(dtype=each[0], kv_dtype=each[1])) for each in dtypes
+    }
+    in_pairs = {each for each, room in rooms.items() if room == cpu_step.PAIRS}
+    assert in_pairs == {("bfloat16", "bfloat16"), ("bfloat16", "int8")}
+
+
+@pytest.mark.parametrize(
+    ("vendor", "feature", "name", "pays"),
+    [
+        ("AuthenticAMD", "avx512bf16", "vnni", True),
+        ("AuthenticAMD", "avx512bf16", "avx2", False),
+        ("AuthenticAMD", "avx512vnni", "vnni", False),
+        ("GenuineIntel", "avx512bf16", "vnni", False),
+        ("", "avx512bf16", "vnni", False),
+    ],
+)
+def test_pairs_pay(monkeypatch, vendor, feature, name, pays):
+    monkeypatch.setattr(levels, "vendor", lambda: vendor)
+    monkeypatch.setattr(levels, "features", lambda: {feature})
+    monkeypatch.setattr(levels, "level", lambda: name)
+    assert levels.pairs_pay.__wrapped__() is pays
 
 
 @pytest.mark.parametrize("num_decodes", [0, 2, 3])
