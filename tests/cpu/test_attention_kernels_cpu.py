@@ -14,6 +14,8 @@ from helpers.attention import fill_pool, make_rows, make_spec, num_blocks, oracl
 
 from octavo.attention import SplitPlan, cpu_step
 from octavo.attention.backends.cpu import CpuCandidate
+from octavo.kernels import levels
+from octavo.kernels.host_cpu import features
 from octavo.kernels.levels import level
 from octavo.kernels.program import Program
 from octavo.kernels.rope_write.cpu import spread_heads
@@ -28,6 +30,14 @@ OTHERS = [
     (1, 128, 128, "bfloat16", level()),
     (7, 96, 64, "float32", level()),
     (12, 64, 64, "bfloat16", level()),
+]
+# What is multiplied in pairs of bfloat16s, where that pays or not.
+PAIRS = [
+    (3, 64, 64, "bfloat16"),
+    (5, 80, 80, "int8"),
+    (1, 128, 128, "bfloat16"),
+    (12, 64, 96, "int8"),
+    (3, 8, 24, "bfloat16"),
 ]
 SHAPE = ("group", "head_dim", "v_head_dim", "kv_dtype", "instructions")
 # What each layer may have beside: all of it are arguments of one compiled kernel.
@@ -48,7 +58,7 @@ def exact_rows(spec, *lens, **options):
     return rows
 
 
-def check(spec, rows, splits=None):
+def check(spec, rows, splits=None, atol=1e-5):
     """One step through the backend: against float64, and nothing of the poison in it."""
     backend = CpuCandidate().open(spec)
     pool = fill_pool(spec, CpuCandidate().kv_layout(spec, num_blocks(rows)), backend, rows)
@@ -58,8 +68,8 @@ def check(spec, rows, splits=None):
         torch.from_numpy(rows.q), *pool, plan, None if sinks is None else torch.from_numpy(sinks)
     )
     wanted = oracle(spec, rows, sinks)
-    np.testing.assert_allclose(out.numpy(), wanted[0], atol=1e-5)
-    np.testing.assert_allclose(lse.numpy(), wanted[1], atol=1e-5)
+    np.testing.assert_allclose(out.numpy(), wanted[0], atol=atol)
+    np.testing.assert_allclose(lse.numpy(), wanted[1], atol=atol)
 
 
 def spec_of(phase, group, head_dim, v_head_dim, kv_dtype, **extras):
@@ -105,6 +115,52 @@ def test_prefill(at_level, group, head_dim, v_head_dim, kv_dtype, instructions):
     for extras in EXTRAS:
         spec = spec_of("prefill", group, head_dim, v_head_dim, kv_dtype, **extras)
         check(spec, exact_rows(spec, lens, new))
+
+
+@pytest.mark.skipif("avx512bf16" not in features(), reason="this CPU has no vdpbf16ps")
+@pytest.mark.parametrize(SHAPE[:-1], PAIRS)
+def test_prefill_in_pairs(monkeypatch, group, head_dim, v_head_dim, kv_dtype):
+    """Queries and weights as bfloat16s: against float64 on rounded queries, so that what is left is
+    the weights' rounding, 2**-9 of each, and as much in their sums."""
+    monkeypatch.setattr(cpu_step, "level", lambda: "vnni")
+    monkeypatch.setattr(cpu_step, "pairs_pay", lambda: True)
+    lens = [1, 15, 16, 17, 31, 33, 129, 40, 300, 257, 70]
+    new = [1, 15, 16, 17, 31, 33, 129, 3, 20, 1, 64]
+    for extras in EXTRAS:
+        options = {"dtype": "bfloat16", **extras}
+        spec = spec_of("prefill", group, head_dim, v_head_dim, kv_dtype, **options)
+        rows = exact_rows(spec, lens, new)
+        scaled = torch.from_numpy(rows.q * np.float32(spec.scale)).bfloat16().float().numpy()
+        rows.q = scaled / np.float32(spec.scale)
+        check(spec, rows, atol=2**-9 * max(np.abs(values).max() for values in rows.values))
+
+
+def test_only_what_may_be_rounded_is_multiplied_in_pairs(monkeypatch):
+    monkeypatch.setattr(cpu_step, "level", lambda: "vnni")
+    monkeypatch.setattr(cpu_step, "pairs_pay", lambda: True)
+    dtypes = itertools.product(("float32", "bfloat16"), ("float32", "bfloat16", "int8"))
+    rooms = {
+        each: cpu_step._prefill_room(make_spec(dtype=each[0], kv_dtype=each[1])) for each in dtypes
+    }
+    in_pairs = {each for each, room in rooms.items() if room == cpu_step.PAIRS}
+    assert in_pairs == {("bfloat16", "bfloat16"), ("bfloat16", "int8")}
+
+
+@pytest.mark.parametrize(
+    ("vendor", "feature", "name", "pays"),
+    [
+        ("AuthenticAMD", "avx512bf16", "vnni", True),
+        ("AuthenticAMD", "avx512bf16", "avx2", False),
+        ("AuthenticAMD", "avx512vnni", "vnni", False),
+        ("GenuineIntel", "avx512bf16", "vnni", False),
+        ("", "avx512bf16", "vnni", False),
+    ],
+)
+def test_pairs_pay(monkeypatch, vendor, feature, name, pays):
+    monkeypatch.setattr(levels, "vendor", lambda: vendor)
+    monkeypatch.setattr(levels, "features", lambda: {feature})
+    monkeypatch.setattr(levels, "level", lambda: name)
+    assert levels.pairs_pay.__wrapped__() is pays
 
 
 @pytest.mark.parametrize("num_decodes", [0, 2, 3])

@@ -21,9 +21,9 @@ from octavo.attention.spec import AttentionSpec
 from octavo.attention.splits import SplitCost, SplitPlan, plan_splits
 from octavo.kernels.attention_plan.cpu import HEADER
 from octavo.kernels.kv_store.cpu import KV_BYTES
-from octavo.kernels.levels import level
+from octavo.kernels.levels import level, pairs_pay
 from octavo.kernels.paged_prefill.cpu import prefill_op, prefill_scratch_bytes, query_tile
-from octavo.kernels.paged_prefill.cpu_products import AMX
+from octavo.kernels.paged_prefill.cpu_products import AMX, PAIRS
 from octavo.kernels.program import PAIR_OF_LINES, Call, buffer
 from octavo.kernels.rope_write.cpu import rope_write, spread_heads
 from octavo.kernels.split_attention.cpu import attend_op, attend_scratch_bytes, merge
@@ -307,13 +307,14 @@ def prefill_call(
     lse: NDArray[np.float32] | None = None,
     sinks: NDArray[np.float32] | None = None,
 ) -> Call:
-    """Causal attention for the tokens of all other rows, from and into the same buffers."""
+    """Causal attention for the tokens of all other rows, from and into the same buffers. These are
+    float32 whatever ``spec.dtype``: bfloat16 says that queries may be rounded to it."""
     prefill = prefill_op(
         spec.num_heads // spec.num_kv_heads,
         spec.head_dim,
         spec.v_head_dim,
         KV_BYTES[spec.kv_dtype],
-        AMX if spec.kv_dtype != "float32" and level() == "amx" else _ROOM[level()],
+        _prefill_room(spec),
     )
     return prefill.bind(
         plan=plan.header,
@@ -329,6 +330,16 @@ def prefill_call(
         scale=spec.scale,
         soft_cap=spec.soft_cap or 0.0,
     )
+
+
+def _prefill_room(spec: AttentionSpec) -> int:
+    """How prefill's products are made. Queries that are bfloat16s, or may be rounded to them, leave
+    weights no more bits either, which pays on some CPUs."""
+    if spec.kv_dtype != "float32" and level() == "amx":
+        return AMX
+    if spec.kv_dtype != "float32" and spec.dtype == "bfloat16" and pairs_pay():
+        return PAIRS
+    return _ROOM[level()]
 
 
 def _scratch_bytes(spec: AttentionSpec) -> int:

@@ -23,6 +23,11 @@ def features() -> frozenset[str]:
     return frozenset(name for name, has in found.items() if has)
 
 
+def vendor() -> str:
+    """What an x86-64 CPU says of its maker, "AuthenticAMD" or "GenuineIntel"; "" elsewhere."""
+    return _first_cpu().get("vendor_id", "")
+
+
 @cache
 def identity() -> str:
     """What differs between CPUs for which LLVM may compile otherwise."""

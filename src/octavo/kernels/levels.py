@@ -15,7 +15,7 @@ import sys
 from functools import cache
 
 from octavo.errors import ConfigError
-from octavo.kernels.host_cpu import features
+from octavo.kernels.host_cpu import features, vendor
 
 _VNNI = ("avx512f", "avx512bw", "avx512vl", "avx512vnni", "f16c", "fma")
 _NEEDS = {
@@ -50,6 +50,13 @@ def usable_levels() -> tuple[str, ...]:
     if "amx" in names and not _ask_for_tiles():
         names.remove("amx")
     return tuple(names)
+
+
+@cache
+def pairs_pay() -> bool:
+    """Whether a dot product of pairs of bfloat16s takes no longer than an FMA does: where AMD's
+    CPUs have it. Intel's start one every second cycle (bench/LOG.md)."""
+    return level() == "vnni" and "avx512bf16" in features() and vendor() == "AuthenticAMD"
 
 
 def _ask_for_tiles() -> bool:

@@ -20,6 +20,7 @@ Value = Any  # llvmlite has no types for mypy
 Builder = Any
 # 2**x from -0.5 to 0.5 to 8e-8 of its value: by order, those whose largest error is the smallest.
 _COEFFICIENTS = (1.0, 0.693146944, 0.240221202, 0.0555071309, 0.00967554096, 0.00132764713)
+_ROUGH_COEFFICIENTS = (0.999928077, 0.693260987, 0.242611133, 0.0551716724)  # to 8e-5
 
 
 def vector(element: Any, lanes: int) -> Any:
@@ -138,12 +139,14 @@ def exp(b: Builder, x: Value) -> Value:
     return _power_of_two(b, b.fptosi(whole, vector(I32, lanes)), b.fsub(power, whole))
 
 
-def _power_of_two(b: Builder, whole: Value, rest: Value) -> Value:
+def _power_of_two(
+    b: Builder, whole: Value, rest: Value, coefficients: Sequence[float] = _COEFFICIENTS
+) -> Value:
     """2 ** (whole + rest), exactly 1 for 0. ``whole``: i32, of which 9 bits count; ``rest`` float32
     from -0.5 to 0.5, of which the power is a polynomial; the other is added to its exponent."""
     lanes = rest.type.count
-    result = constant(_COEFFICIENTS[-1], lanes)
-    for coefficient in _COEFFICIENTS[-2::-1]:
+    result = constant(coefficients[-1], lanes)
+    for coefficient in coefficients[-2::-1]:
         result = fma(b, result, rest, constant(coefficient, lanes))
     bits = b.add(b.bitcast(result, whole.type), b.shl(whole, fill(I32, 23, lanes)))
     return b.bitcast(bits, rest.type)
@@ -177,6 +180,18 @@ def exp_below_88(b: Builder, x: Value) -> Value:
     rounded = fma(b, x, constant(1 / math.log(2), lanes), magic)
     rest = fma(b, x, constant(1 / math.log(2), lanes), b.fsub(magic, rounded))
     return _power_of_two(b, b.bitcast(rounded, vector(I32, lanes)), rest)
+
+
+def rough_power_of_two(b: Builder, x: Value) -> Value:
+    """``2 ** x`` to 8e-5 of its value, for what will be a bfloat16: x below 127 (or NaN, which
+    stays one). Below -126 it is 2**-126."""
+    lanes = x.type.count
+    lowest, magic = constant(-126.0, lanes), constant(1.5 * 2**23, lanes)
+    x = b.select(b.fcmp_ordered("<", x, lowest), lowest, x)
+    rounded = b.fadd(x, magic)
+    rest = b.fsub(x, b.fsub(rounded, magic))
+    whole = b.bitcast(rounded, vector(I32, lanes))
+    return _power_of_two(b, whole, rest, _ROUGH_COEFFICIENTS)
 
 
 def unpack(b: Builder, words: Value, size: int) -> list[Value]:

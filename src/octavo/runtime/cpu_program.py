@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal
 
@@ -216,7 +216,10 @@ class Programs:
         }
         for call in decode_calls(attention.spec, attention.plan, **places):
             self._add(call, "decode")
-        self._add(prefill_call(attention.spec, attention.plan, **places), "prefill")
+        # 8-bit activations err more than bfloat16 queries and weights do.
+        rounds = all(self._mode(part) == "q8" for part in weights.qkv)
+        spec = replace(attention.spec, dtype="bfloat16") if rounds else attention.spec
+        self._add(prefill_call(spec, attention.plan, **places), "prefill")
         for call in restore_calls(attention.spec, count=self._buffers.num_tokens, out=out):
             self._add(call)
 

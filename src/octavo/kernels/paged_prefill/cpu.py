@@ -21,8 +21,10 @@ from octavo.kernels.kv_store.cpu import TILE, tile_bytes
 from octavo.kernels.late import carray, register_jitable
 from octavo.kernels.paged_prefill.cpu_products import (
     AMX,
+    PAIRS,
     TILE_PAIR,
     multiply_add,
+    round_rows,
     split_rows,
 )
 from octavo.kernels.paged_prefill.cpu_rows import (
@@ -33,6 +35,7 @@ from octavo.kernels.paged_prefill.cpu_rows import (
     hide_newer,
     keep,
     multiply_rows,
+    scale_row,
     unpack_tile,
     weigh_rows,
 )
@@ -40,7 +43,7 @@ from octavo.kernels.program import Op, fetch_add, float32s, int32s, op, uint32s
 from octavo.kernels.split_attention.cpu import copy_live
 
 ROWS = 192  # of a tile, about: what is unpacked once serves so many
-LOWEST = -3e38  # where maxima begin; finite, so that a row may see nothing of a block
+LOWEST = -2e38  # where maxima begin; finite (times log2(e) too): a row may see nothing of a block
 
 
 @register_jitable
@@ -69,23 +72,25 @@ def _sizes(group: int, head_dim: int, v_head_dim: int) -> tuple[int, int, int]:
 @cache
 def prefill_op(group: int, head_dim: int, v_head_dim: int, kv_bytes: int, room: int) -> Op:
     """The op for one shape of head; its sizes are constants to the compiler. ``room`` is the
-    number of 16-lane sums that the registers hold beside what else they must, or AMX; that is for
+    number of 16-lane sums that the registers hold beside what else they must, or AMX or PAIRS, for
     keys and values that are no float32s."""
     rows_at_most, width, v_width = _sizes(group, head_dim, v_head_dim)
     k_tile, v_tile = tile_bytes(head_dim, kv_bytes), tile_bytes(v_head_dim, kv_bytes)
     pack = 4 // kv_bytes
     row_bytes, v_row_bytes = 4 * width, 4 * v_width
-    # Unpacked, a word is a float32, or for AMX a pair of bfloat16s.
-    tiles_multiply = room == AMX
-    unpacked_bytes = 2 if tiles_multiply else 4
-    key_rows = width // 2 if tiles_multiply else head_dim
+    # Unpacked, a word is a float32, or a pair of bfloat16s.
+    tiles_multiply, pairs_multiply = room == AMX, room == PAIRS
+    in_pairs = tiles_multiply or pairs_multiply
+    unpacked_bytes = 2 if in_pairs else 4
+    key_rows = width // 2 if tiles_multiply else head_dim * unpacked_bytes // 4
     k_column = 64 * key_rows
-    value_rows = TILE // 2 if tiles_multiply else TILE
-    q_stride = TILE_PAIR // 32 * width if tiles_multiply else row_bytes
-    k_step = 64 * TILE if tiles_multiply else 64
-    q_depth = width // 32 if tiles_multiply else head_dim
-    w_stride = TILE_PAIR // 32 * KEY_BLOCK if tiles_multiply else SCORE_STRIDE
-    v_step = TILE * v_row_bytes if tiles_multiply else v_row_bytes
+    value_rows = TILE * unpacked_bytes // 4
+    q_stride, w_stride = row_bytes, SCORE_STRIDE
+    q_depth = head_dim * unpacked_bytes // 4
+    k_step, v_step = 64, v_row_bytes
+    if tiles_multiply:
+        q_stride, w_stride = TILE_PAIR // 32 * width, TILE_PAIR // 32 * KEY_BLOCK
+        q_depth, k_step, v_step = width // 32, 64 * TILE, TILE * v_row_bytes
 
     @op(
         plan="i8",
@@ -109,7 +114,7 @@ def prefill_op(group: int, head_dim: int, v_head_dim: int, kv_bytes: int, room: 
         plan = plan_at(a.plan)
         tiles = int32s(plan.tiles, (plan.num_tiles, 4))
         queries = plan.scratch + thread * plan.scratch_bytes
-        scaled = queries + rows_at_most * row_bytes if tiles_multiply else queries
+        scaled = queries + rows_at_most * row_bytes if in_pairs else queries
         outs = scaled + rows_at_most * row_bytes
         scores = outs + rows_at_most * v_row_bytes
         weights = scores + PART * SCORE_STRIDE
@@ -132,6 +137,8 @@ def prefill_op(group: int, head_dim: int, v_head_dim: int, kv_bytes: int, room: 
             gather_queries(a, token, count, kv_head, group, head_dim, width, scaled)
             if tiles_multiply:
                 split_rows(scaled, queries, rows, width // 32, row_bytes, q_stride)
+            elif pairs_multiply:
+                round_rows(scaled, queries, rows, width // 32, row_bytes, q_stride)
             begin_rows(outs, m, l, rows, v_width)
             stop = position + count
             oldest = max(0, position - a.window + 1) if a.window > 0 else 0
@@ -214,13 +221,18 @@ def prefill_op(group: int, head_dim: int, v_head_dim: int, kv_bytes: int, room: 
                         kv_bytes,
                         room,
                     )
+                    v_depth = seen
+                    if tiles_multiply:
+                        v_depth = columns // 2
+                    elif pairs_multiply:
+                        v_depth = (seen + 1) // 2
                     multiply_add(
                         weights if tiles_multiply else scores,
                         values,
                         outs + first * v_row_bytes,
                         PART,
                         v_width // TILE,
-                        columns // 2 if tiles_multiply else seen,
+                        v_depth,
                         w_stride,
                         v_step,
                         64,
@@ -238,14 +250,12 @@ def prefill_op(group: int, head_dim: int, v_head_dim: int, kv_bytes: int, room: 
 def gather_queries(a, token, count, kv_head, group, head_dim, width, target):
     """The tile's queries, times the scale, as rows of ``width``: by token, then by head."""
     heads = a.num_kv_heads * group
-    rows = float32s(target, (count * group, width))
     for i in range(count):
-        first = (token + i) * heads + kv_head * group
-        given = float32s(a.q + 4 * first * head_dim, (group, head_dim))
+        given = a.q + 4 * ((token + i) * heads + kv_head * group) * head_dim
         for g in range(group):
-            for d in range(head_dim):
-                rows[i * group + g, d] = given[g, d] * a.scale
-            rows[i * group + g, head_dim:] = 0
+            row = target + 4 * (i * group + g) * width
+            scale_row(given + 4 * g * head_dim, row, head_dim, a.scale)
+            float32s(row + 4 * head_dim, width - head_dim)[:] = 0
 
 
 @jit
@@ -285,7 +295,6 @@ def hide(score, columns, newest, window):
 def finish_rows(a, token, count, kv_head, group, v_head_dim, v_width, outs, m, l):
     """Divide by the sums, a sink being one more key without a value."""
     heads = a.num_kv_heads * group
-    rows = float32s(outs, (count * group, v_width))
     tops, sums = float32s(m, count * group), float32s(l, count * group)
     for i in range(count * group):
         place = (token + i // group) * heads + kv_head * group + i % group
@@ -295,9 +304,7 @@ def finish_rows(a, token, count, kv_head, group, v_head_dim, v_width, outs, m, l
             top = max(tops[i], sink)
             factor = np.float32(math.exp(tops[i] - top))
             total = sums[i] * factor + np.float32(math.exp(sink - top))
-        out = float32s(a.out + 4 * place * v_head_dim, v_head_dim)
-        factor /= total
-        for d in range(v_head_dim):
-            out[d] = rows[i, d] * factor
+        out = a.out + 4 * place * v_head_dim
+        scale_row(outs + 4 * i * v_width, out, v_head_dim, factor / total)
         if a.lse != 0:
             float32s(a.lse + 4 * place, 1)[0] = top + np.float32(math.log(total))

@@ -2,7 +2,9 @@
 
 On any CPU they are vectors' FMAs over float32. AMX multiplies tiles of bfloat16: there ``b`` is
 bfloat16 as it is stored, and ``a`` the sum of two bfloat16s that ``split_row`` makes of each
-float32, right to 2**-17 of its value.
+float32, right to 2**-17 of its value. PAIRS are vectors' dot products of pairs of bfloat16s: twice
+the multiplications of an FMA where they pay (``kernels.levels``), which they do only while ``a`` is
+one bfloat16, right to 2**-9.
 """
 
 from __future__ import annotations
@@ -33,8 +35,9 @@ from octavo.kernels.vector_ir import (
 )
 
 LANES = 16
-AMX = 0  # as ``room``
-BLOCK = {20: (8, 2), 6: (4, 1)}  # rows and vectors of sums that are made together, by ``room``
+AMX, PAIRS = 0, 1  # as ``room``
+# Rows and vectors of sums that are made together, by ``room``.
+BLOCK = {20: (8, 2), 6: (4, 1), PAIRS: (8, 2)}
 TILE_PAIR = 2048  # bytes of a tile of high parts and one of low parts: 16 rows of 32 bfloat16s each
 
 I8, I16 = ir.IntType(8), ir.IntType(16)
@@ -49,9 +52,10 @@ def multiply_add(
 
     Addresses and counts are int64. The strides, in bytes, are known when compiling: of the rows of
     ``a`` and ``c``, and from one step, and from one block of 16 columns, of ``b`` to the next.
-    ``room`` says how many 16-lane sums the registers hold, or AMX. Then a step is 32
-    elements of the sum, 16 pairs of rows of ``b`` which are ``b_row`` apart, and ``a`` has for
-    every 16 rows, ``a_stride`` apart, a TILE_PAIR for each step.
+    ``room`` says how many 16-lane sums the registers hold, or how bfloat16s are multiplied. PAIRS:
+    a step is two elements of the sum, a word of ``a`` and a row of words of ``b``. AMX: a step is
+    32 elements, 16 pairs of rows of ``b`` which are ``b_row`` apart, and ``a`` has for every 16
+    rows, ``a_stride`` apart, a TILE_PAIR for each step.
     """
 
     def emit(context, builder, signature, arguments):
@@ -60,7 +64,7 @@ def multiply_add(
         if room.literal_value == AMX:
             _multiply_tiles(builder, arguments[:6], shape)
         else:
-            _multiply_vectors(builder, arguments[:6], shape, BLOCK[room.literal_value])
+            _multiply_vectors(builder, arguments[:6], shape, room.literal_value)
         return context.get_dummy_value()
 
     kinds = (a, b, c, rows, columns, depth)
@@ -68,11 +72,12 @@ def multiply_add(
 
 
 def _multiply_vectors(
-    builder: Builder, arguments: Sequence[Value], shape: Sequence[int], block: tuple[int, int]
+    builder: Builder, arguments: Sequence[Value], shape: Sequence[int], room: int
 ) -> None:
     a, b, c, rows, columns, depth = arguments
     a_stride, b_step, b_column, _, c_stride, fresh = shape
-    height, width = block
+    height, width = BLOCK[room]
+    multiply = dot_pairs if room == PAIRS else fma
     with (
         loop(builder, I64(0), columns, step=width) as j,
         loop(builder, I64(0), rows, step=height) as i,
@@ -93,10 +98,16 @@ def _multiply_vectors(
             for y in range(height):
                 element = broadcast(builder, load_scalar(builder, row, a_stride // 4 * y), LANES)
                 for x, value in enumerate(values):
-                    total = fma(builder, element, value, builder.load(sums[y, x]))
+                    total = multiply(builder, element, value, builder.load(sums[y, x]))
                     builder.store(total, sums[y, x])
         for (y, x), total in sums.items():
             store_vector(builder, builder.load(total), out, c_stride // 4 * y + LANES * x)
+
+
+def dot_pairs(b: Builder, x: Value, y: Value, z: Value) -> Value:
+    """``z`` plus the products of both bfloat16s of each lane's words."""
+    x, y = (b.bitcast(each, vector(I32, LANES)) for each in (x, y))
+    return call(b, "llvm.x86.avx512bf16.dpbf16ps.512", z, x, y, returns=z.type)
 
 
 def _multiply_tiles(builder: Builder, arguments: Sequence[Value], shape: Sequence[int]) -> None:
@@ -185,6 +196,29 @@ def split_rows(typing, source, target, rows, steps, source_stride, target_stride
         return context.get_dummy_value()
 
     return types.void(source, target, rows, steps, source_stride, target_stride), emit
+
+
+@intrinsic(prefer_literal=True)
+def round_rows(typing, source, target, rows, steps, source_stride, target_stride):
+    """Round rows of ``32 steps`` float32s to rows of bfloat16s; the strides are bytes."""
+
+    def emit(context, b, signature, arguments):
+        source, target, rows, steps = arguments[:4]
+        with loop(b, I64(0), rows) as i, loop(b, I64(0), steps) as k:
+            row = b.add(source, b.mul(i, I64(source_stride.literal_value)))
+            numbers = b.add(row, b.mul(k, I64(128)))
+            place = b.add(target, b.mul(i, I64(target_stride.literal_value)))
+            halves = rounded_pairs(b, *(load(b, numbers, d, LANES, 4) for d in (0, LANES)))
+            store_vector(b, halves, b.add(place, b.mul(k, I64(64))), 0)
+        return context.get_dummy_value()
+
+    return types.void(source, target, rows, steps, source_stride, target_stride), emit
+
+
+def rounded_pairs(b: Builder, first: Value, second: Value) -> Value:
+    """Two vectors of float32s, one after the other, as the bfloat16s nearest to them, in words."""
+    name, halves = "llvm.x86.avx512bf16.cvtne2ps2bf16.512", vector(I16, 2 * LANES)
+    return b.bitcast(call(b, name, second, first, returns=halves), vector(I32, LANES))
 
 
 def store_split(b: Builder, values: Sequence[Value], address: Value) -> None:

@@ -12,7 +12,14 @@ from llvmlite import ir
 
 from octavo.kernels.kv_store.cpu import TILE
 from octavo.kernels.late import intrinsic, types
-from octavo.kernels.paged_prefill.cpu_products import AMX, TILE_PAIR, store_split
+from octavo.kernels.paged_prefill.cpu_products import (
+    AMX,
+    PAIRS,
+    TILE_PAIR,
+    dot_pairs,
+    rounded_pairs,
+    store_split,
+)
 from octavo.kernels.vector_ir import (
     F32,
     I32,
@@ -23,6 +30,7 @@ from octavo.kernels.vector_ir import (
     constant,
     exp_below_88,
     fill,
+    fma,
     larger,
     load,
     load_scalar,
@@ -30,6 +38,7 @@ from octavo.kernels.vector_ir import (
     loop,
     reduce_max,
     reduce_sum,
+    rough_power_of_two,
     soft_cap,
     store_scalar,
     store_vector,
@@ -43,6 +52,7 @@ KEY_BLOCK = 256  # tokens that are unpacked at once
 SCORE_STRIDE = 4 * KEY_BLOCK + 64  # bytes: a column of scores doesn't fall on one set of the cache
 PART = 32  # rows whose scores exist at once; all products are made for so many
 ROWS_AT_ONCE = 4  # whose softmax goes side by side
+LOG2_E = 1 / math.log(2)
 
 
 @intrinsic(prefer_literal=True)
@@ -78,6 +88,21 @@ def unpack_tile(typing, source, target, rows, width, target_stride, kv_bytes, un
 
     kinds = (source, target, rows)
     return types.void(*kinds, width, target_stride, kv_bytes, unpacked_bytes), emit
+
+
+@intrinsic(prefer_literal=True)
+def scale_row(typing, source, target, width, factor):
+    """``width`` float32s times a factor. (numba's loop would go number by number.)"""
+
+    def emit(context, b, signature, arguments):
+        source, target, _, factor = arguments
+        for d in range(0, width.literal_value, TILE):
+            lanes = min(TILE, width.literal_value - d)
+            numbers = load(b, source, d, lanes, 4)
+            store_vector(b, b.fmul(numbers, broadcast(b, factor, lanes)), target, d)
+        return context.get_dummy_value()
+
+    return types.void(source, target, width, types.float32), emit
 
 
 @intrinsic
@@ -132,13 +157,17 @@ def weigh_rows(
     row's maximum and the running one in ``m``, which it replaces. Discounts the running sums in
     ``l``, to which the weights' are added, and the sums of values in ``outs`` [PART, v_width].
 
-    Weights go where the second product wants them, int8 values' scales multiplied in. The columns
-    are even in number."""
+    Weights go where the second product wants them, int8 values' scales multiplied in; as PAIRS they
+    are bfloat16s, and where they have no such factor the sums are theirs. The columns are even in
+    number."""
 
     def emit(context, b, signature, arguments):
         scores, weights, v_scales, columns, m, l, outs = arguments[:7]
         width, stride = v_width.literal_value, weight_stride.literal_value
         several = range(ROWS_AT_ONCE)
+        is_rough = room.literal_value == PAIRS
+        sums_rounded = is_rough and kv_bytes.literal_value == 2
+        ones = fill(I32, 0x3F803F80, TILE)  # pairs of bfloat16s
         with loop(b, I64(0), I64(PART), step=ROWS_AT_ONCE) as i:
             first = b.add(scores, b.mul(i, I64(SCORE_STRIDE)))
             places = [b.add(first, I64(SCORE_STRIDE * r)) for r in several]
@@ -152,26 +181,38 @@ def weigh_rows(
                     b.store(larger(b, pair, b.load(top)), top)
             top = [reduce_max(b, b.load(x)) for x in highest]
             lanes = [broadcast(b, x, TILE) for x in top]
+            if is_rough:
+                lanes = [b.fmul(x, constant(-LOG2_E, TILE)) for x in lanes]
             totals = [variable(b, zeros(TILE)) for _ in several]
             if room.literal_value == AMX:
                 block = b.mul(b.lshr(i, I64(4)), I64(stride))
                 target = b.add(weights, b.add(block, b.mul(b.and_(i, I64(15)), I64(64))))
                 targets, step = [b.add(target, I64(64 * r)) for r in several], TILE_PAIR
             else:
-                targets, step = places, 128
+                targets, step = places, 64 if is_rough else 128
             with loop(b, I64(0), columns, step=2) as j:
                 offset = b.mul(j, I64(64))
                 scales = [load(b, b.add(v_scales, offset), d, TILE, 4) for d in (0, TILE)]
                 for r in several:
                     here = b.add(places[r], offset)
-                    found = [b.fsub(load(b, here, d, TILE, 4), lanes[r]) for d in (0, TILE)]
-                    pair = [exp_below_88(b, x) for x in found]
-                    b.store(b.fadd(b.load(totals[r]), b.fadd(*pair)), totals[r])
+                    pair = [load(b, here, d, TILE, 4) for d in (0, TILE)]
+                    if is_rough:
+                        powers = [fma(b, x, constant(LOG2_E, TILE), lanes[r]) for x in pair]
+                        pair = [rough_power_of_two(b, x) for x in powers]
+                    else:
+                        pair = [exp_below_88(b, b.fsub(x, lanes[r])) for x in pair]
+                    if not sums_rounded:
+                        b.store(b.fadd(b.load(totals[r]), b.fadd(*pair)), totals[r])
                     if kv_bytes.literal_value == 1:
                         pair = [b.fmul(w, scale) for w, scale in zip(pair, scales, strict=True)]
                     there = b.add(targets[r], b.mul(b.lshr(j, I64(1)), I64(step)))
                     if room.literal_value == AMX:
                         store_split(b, pair, there)
+                    elif is_rough:
+                        halves = rounded_pairs(b, *pair)
+                        store_vector(b, halves, there, 0)
+                        if sums_rounded:
+                            b.store(dot_pairs(b, halves, ones, b.load(totals[r])), totals[r])
                     else:
                         for d, w in zip((0, TILE), pair, strict=True):
                             store_vector(b, w, there, d)

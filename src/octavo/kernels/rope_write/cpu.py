@@ -9,12 +9,16 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from llvmlite import ir
 
 from octavo.kernels.attention_plan.cpu import plan_at
 from octavo.kernels.jit import jit
 from octavo.kernels.kv_store.cpu import TILE, store_token, tile_of
-from octavo.kernels.late import carray
+from octavo.kernels.late import carray, intrinsic, types
 from octavo.kernels.program import fetch_add, float32s, int32s, int64s, op
+from octavo.kernels.vector_ir import I32, I64, load, store_vector, vector
+
+LANES = 8  # of a vector: every head is so many numbers, or a multiple
 
 
 @jit(fastmath={"reassoc", "contract"})
@@ -26,18 +30,55 @@ def mean_square(values):
 
 
 @jit
-def spread(head, size):
-    """The orthonormal Walsh-Hadamard transform of every ``size`` elements, a power of two."""
-    step = 1
+def spread(head, width, size):
+    """The orthonormal Walsh-Hadamard transform of every ``size`` elements, a power of two, of the
+    ``width`` float32s at an address, a multiple of 8."""
+    for d in range(0, width, LANES):
+        combine_lanes(head + 4 * d, size)
+    step = LANES
     while step < size:
-        for first in range(0, len(head), 2 * step):
-            for i in range(first, first + step):
-                low, high = head[i], head[i + step]
-                head[i], head[i + step] = low + high, low - high
+        for first in range(0, width, 2 * step):
+            for i in range(first, first + step, LANES):
+                combine_vectors(head + 4 * i, head + 4 * (i + step))
         step *= 2
-    scale = np.float32(1 / math.sqrt(size))
-    for i in range(len(head)):
-        head[i] *= scale
+    numbers, scale = float32s(head, width), np.float32(1 / math.sqrt(size))
+    for i in range(width):
+        numbers[i] *= scale
+
+
+@intrinsic
+def combine_lanes(typing, address, size):
+    """Of a vector's neighbours 1, 2 and 4 apart, in turn, the sum and the difference, as far as
+    these distances are below ``size``."""
+
+    def emit(context, b, signature, arguments):
+        address, size = arguments
+        x = load(b, address, 0, LANES, 4)
+        for step in (1, 2, 4):
+            order = [i ^ step for i in range(LANES)]
+            other = b.shuffle_vector(x, x, ir.Constant(vector(I32, LANES), order))
+            is_high = ir.Constant(
+                vector(ir.IntType(1), LANES), [i & step > 0 for i in range(LANES)]
+            )
+            combined = b.select(is_high, b.fsub(other, x), b.fadd(x, other))
+            x = b.select(b.icmp_signed(">", size, I64(step)), combined, x)
+        store_vector(b, x, address, 0)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
+
+
+@intrinsic
+def combine_vectors(typing, first, second):
+    """The sum of two vectors, and their difference."""
+
+    def emit(context, b, signature, arguments):
+        x, y = (load(b, address, 0, LANES, 4) for address in arguments)
+        for address, result in zip(arguments, (b.fadd(x, y), b.fsub(x, y)), strict=True):
+            store_vector(b, result, address, 0)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
 
 
 @jit
@@ -58,7 +99,7 @@ def turn(source, target, head, cos, sin, a):
         y[i] = low * cos[i] - high * sin[i]
         y[i + half] = high * cos[i] + low * sin[i]
     if a.spread > 0:
-        spread(y, a.spread)
+        spread(target, a.head_dim, a.spread)
 
 
 @op(
@@ -114,7 +155,7 @@ def rope_write(thread, num_threads, counter, args):
             key = row + key_head * width
             turn(key, key, key_head, cos, sin, a)
             if a.spread_values > 0:
-                spread(float32s(key + a.num_kv_heads * width, a.head_dim), a.spread_values)
+                spread(key + a.num_kv_heads * width, a.head_dim, a.spread_values)
             slot = np.int64(slots[token])
             if slot >= 0:
                 tile = tile_of(slot, a.num_kv_heads, a.block_size)
@@ -144,4 +185,4 @@ def spread_heads(thread, num_threads, counter, args):
         if first >= heads:
             return
         for head in range(first, min(first + share, heads)):
-            spread(float32s(a.x + 4 * head * a.head_dim, a.head_dim), a.size)
+            spread(a.x + 4 * head * a.head_dim, a.head_dim, a.size)
