@@ -22,7 +22,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from octavo.kernels.embed import triton as embed
-from octavo.kernels.linear import triton_row
+from octavo.kernels.linear import triton_products
 from octavo.kernels.linear.tiles import Tile
 from octavo.kernels.linear_add import triton as linear_add
 from octavo.kernels.linear_fixed import fused as fixed
@@ -57,7 +57,7 @@ def main() -> None:
     JITFunction.run = compile_only
     for module in MODULES:
         module.dependent_launches = lambda: True
-    triton_row.has_warpgroups = lambda: True
+    triton_products.has_warpgroups = lambda: True
     results: dict[str, dict[str, Any]] = {}
     for name, launch in CASES.items():
         compiled.clear()

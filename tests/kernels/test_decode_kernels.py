@@ -17,10 +17,10 @@ from helpers.decode import check_attention, error, make_rows
 from octavo.attention.spec import AttentionSpec
 from octavo.kernels.embed import reference as embed_reference
 from octavo.kernels.embed import triton as embed
-from octavo.kernels.linear import triton_row
+from octavo.kernels.linear import triton_products
 from octavo.kernels.linear.table import choose_tile
 from octavo.kernels.linear.tiles import Tile
-from octavo.kernels.linear.triton_row import few_rows_tile
+from octavo.kernels.linear.triton_products import few_rows_tile
 from octavo.kernels.linear_add import reference as linear_add_reference
 from octavo.kernels.linear_add.triton import linear_add, square_columns
 from octavo.kernels.norm_gate_up import reference as norm_gate_up_reference
@@ -99,7 +99,7 @@ def test_linear_add(rows, n, k, tile, biased):
 
 def test_a_row_where_there_are_no_warpgroups(monkeypatch):
     assert few_rows_tile(4096, 1024, 1) == choose_tile(4096, 1024, 1)
-    monkeypatch.setattr(triton_row, "has_warpgroups", lambda: False)
+    monkeypatch.setattr(triton_products, "has_warpgroups", lambda: False)
     assert few_rows_tile(4096, 1024, 1) == choose_tile(4096, 1024, 2)
 
 

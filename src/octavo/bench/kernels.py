@@ -71,7 +71,7 @@ def bench_kernels(
     import torch
     import torch.nn.functional as F
 
-    from octavo.kernels.linear.triton_row import few_rows_tile
+    from octavo.kernels.linear.triton_products import few_rows_tile
 
     for kernel, n, k in weights:
         copies = max(2, -(-COLD_BYTES // (2 * n * k)))

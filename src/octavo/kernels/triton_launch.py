@@ -14,7 +14,7 @@ from torch import Tensor
 
 from octavo.attention.spec import AttentionSpec
 
-ROOM = 128  # rows
+ROOM = 128  # rows, to a multiple of which tensors have memory where copies of tiles read them
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 

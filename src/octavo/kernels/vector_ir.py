@@ -20,7 +20,7 @@ Value = Any  # llvmlite has no types for mypy
 Builder = Any
 # 2**x from -0.5 to 0.5 to 8e-8 of its value: by order, those whose largest error is the smallest.
 _COEFFICIENTS = (1.0, 0.693146944, 0.240221202, 0.0555071309, 0.00967554096, 0.00132764713)
-_ROUGH_COEFFICIENTS = (0.999928077, 0.693260987, 0.242611133, 0.0551716724)  # to 8e-5
+_ROUGH_COEFFICIENTS = (0.999928077, 0.693260987, 0.242611133, 0.0551716724)  # to 8e-5, 0 too
 
 
 def vector(element: Any, lanes: int) -> Any:
@@ -142,8 +142,9 @@ def exp(b: Builder, x: Value) -> Value:
 def _power_of_two(
     b: Builder, whole: Value, rest: Value, coefficients: Sequence[float] = _COEFFICIENTS
 ) -> Value:
-    """2 ** (whole + rest), exactly 1 for 0. ``whole``: i32, of which 9 bits count; ``rest`` float32
-    from -0.5 to 0.5, of which the power is a polynomial; the other is added to its exponent."""
+    """2 ** (whole + rest). ``whole``: i32, of which 9 bits count; ``rest`` float32 from -0.5 to 0.5,
+    of which the power is a polynomial, the first of ``coefficients`` for 0; the other is added to
+    its exponent."""
     lanes = rest.type.count
     result = constant(coefficients[-1], lanes)
     for coefficient in coefficients[-2::-1]:

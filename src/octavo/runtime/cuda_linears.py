@@ -100,8 +100,8 @@ def _tile(x: Tensor, weight: Tensor, bias: Tensor | None, *, gated: bool = False
     return choose_tile(n, k, len(x), gated=gated)
 
 
-FEW = Products(product, added_product, gated_product)
-LIBRARY = Linears(FEW, of_linear(F.linear), FEW, _mm)
+FEW_ROWS = Products(product, added_product, gated_product)
+LIBRARY = Linears(decode=FEW_ROWS, others=of_linear(F.linear), wanted=FEW_ROWS, head=_mm)
 
 
 def fixed_linears(device: torch.device) -> Linears:
@@ -109,4 +109,5 @@ def fixed_linears(device: torch.device) -> Linears:
     counters = make_counters(device)
     decode = partial(linear_fixed, counters=counters, kind="decode")
     prefill = of_linear(partial(linear_fixed, counters=counters, kind="prefill"))
-    return Linears(of_linear(decode), prefill, prefill, partial(decode, bias=None))
+    head = partial(decode, bias=None)
+    return Linears(decode=of_linear(decode), others=prefill, wanted=prefill, head=head)

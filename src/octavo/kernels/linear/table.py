@@ -2,8 +2,9 @@
 
 A stage's best tile depends on its neighbours, as blocks of several kernels share a multiprocessor.
 Those of Qwen3-0.6B, and of 8B at one row, were chosen one after another within the captured step
-(bench/LOG.md). ``octavo bench kernels --search`` measures each
-product by itself and puts what is surely faster into the file.
+(bench/LOG.md); those of two rows were measured at one, by the instructions that take several rows.
+``octavo bench kernels --search`` measures each product by itself and puts what is surely faster
+into the file.
 """
 
 from __future__ import annotations

@@ -73,9 +73,10 @@ def chunks_ahead(K, CHUNK, AHEAD):
 
 
 @constexpr_function
-def chunks_early(ROWS, CHUNK, AHEAD, S):
-    """How many chunks wait in registers: at most 96 of them a thread."""
-    return min(AHEAD, 96 * 4 * 32 * S // (ROWS * CHUNK * 2))
+def chunks_early(ROWS, CHUNK, AHEAD, S, ONE):
+    """How many chunks wait in registers, at most 96 of them a thread; of one row's products none
+    (``triton_row.py``)."""
+    return 0 if ONE else min(AHEAD, 96 * 4 * 32 * S // (ROWS * CHUNK * 2))
 
 
 @constexpr_function

@@ -9,7 +9,7 @@ those count in which a weight's block meets its own activations'; the others are
 ones count goes round with the blocks of K, so a tile has ``R / 8`` sums of 64 x 8, or four, for
 those don't wait for one another.
 """
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
 
 from __future__ import annotations
 
@@ -25,24 +25,15 @@ from octavo.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from octavo.kernels.linear.table import choose_tile
-from octavo.kernels.linear.tiles import ROW_WARPS, Tile
+from octavo.kernels.linear.tiles import ROW_WARPS
 from octavo.kernels.linear.triton import (
     copy_chunk,
     linear_layout,
     num_chunks,
-    partial_layout,
     unit_bases,
 )
-from octavo.kernels.triton_launch import has_warpgroups
 
 BLOCK = tl.constexpr(64)  # columns: as many as the copy engine lays side by side
-
-
-def few_rows_tile(n: int, k: int, num_rows: int, parts: int = 1) -> Tile:
-    """The tile for a ``[n, k]`` weight and so many activation rows, up to 16: that of two for one
-    on a device without warpgroups."""
-    return choose_tile(n, k, num_rows if has_warpgroups() else max(2, num_rows), parts)
 
 
 @constexpr_function
@@ -72,12 +63,6 @@ def result_layout(R):
     return linear_layout(
         unit_bases(64 // R, 0, 3) + rows[5:], rows[:5], [], ROW_WARPS, [64 // R, R, 1]
     )
-
-
-@constexpr_function
-def out_layout(S, R, M, ONE):
-    """Of a part's products [R, M], of one row or of a few."""
-    return gl.SliceLayout(0, result_layout(R) if ONE else partial_layout(S, R, M))
 
 
 @constexpr_function
@@ -144,7 +129,7 @@ def multiply_row(
     nothing = gl.zeros([64, 8], gl.float32, layout=sum_layout())
     sums = ()
     for _ in gl.static_range(PARTS * SUMS):
-        sums += (nothing,)  # type: ignore[assignment]
+        sums += (nothing,)
     gl.thread_barrier()  # all have stored their activations
     for i in gl.static_range(COUNT):
         mbarrier.wait(barriers.index(i % AHEAD), i // AHEAD % 2)
@@ -195,7 +180,7 @@ def multiply_row(
     parts = ()
     for part in gl.static_range(PARTS):
         whole = memory.index(part).reshape([SIDE, R, 1]).load(result_layout(R))
-        parts += (gl.sum(whole, 0),)  # type: ignore[assignment]
+        parts += (gl.sum(whole, 0),)
     return parts
 
 
@@ -204,7 +189,7 @@ def _replaced(values, i: tl.constexpr, value):
     """The tuple with another value at ``i``."""
     result = ()
     for j in gl.static_range(len(values)):
-        result += (value if j == i else values[j],)  # type: ignore[assignment]
+        result += (value if j == i else values[j],)
     return result
 
 

@@ -17,16 +17,8 @@ from octavo.kernels.linear.triton import (
     chunks_early,
     describe,
     load_early,
-    multiply,
-    take_activations,
-    total,
 )
-from octavo.kernels.linear.triton_row import (
-    few_rows_tile,
-    multiply_row,
-    out_layout,
-    take_row,
-)
+from octavo.kernels.linear.triton_products import few_rows_tile, out_layout, products
 from octavo.kernels.triton_launch import dependent_launches
 
 
@@ -116,7 +108,7 @@ def _linear_add_kernel(
     block = gl.program_id(0)
     first = block * ROWS
     FIRST: tl.constexpr = chunks_ahead(K, CHUNK, AHEAD)
-    EARLY: tl.constexpr = chunks_early(ROWS, CHUNK, FIRST, S)
+    EARLY: tl.constexpr = chunks_early(ROWS, CHUNK, FIRST, S, ONE)
     tiles, barriers = ask_for_weights(weight, first, first, ROWS, CHUNK, FIRST, 1)
     OUT: tl.constexpr = out_layout(S, ROWS, M, ONE)
     rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
@@ -125,41 +117,30 @@ def _linear_add_kernel(
     if BIAS:
         added = gl.load(bias + rows, mask=rows < n, other=0.0).to(gl.float32)
     in_x = (m < num_rows)[None, :] & (rows < n)[:, None]
-    if not ONE:
-        early = load_early(tiles, barriers, ROWS, CHUNK, EARLY, S, 1)
+    early = load_early(tiles, barriers, ROWS, CHUNK, EARLY, S, 1)
     if DEPENDENT:
         gdc_wait()
     places = x + m[None, :] * stride_x + rows[:, None]
-    if ONE:
-        residual = gl.load(places, mask=in_x, other=0.0).to(gl.float32)
-        row = take_row(y, K)
-        product = multiply_row(
-            tiles, barriers, weight, first, first, row, ROWS, K, CHUNK, FIRST, 1
-        )[0]
-    else:
-        activations = take_activations(y, stride_y, num_rows, 0, FIRST, K, CHUNK, S, M)
-        residual = gl.load(places, mask=in_x, other=0.0).to(gl.float32)
-        slices = multiply(
-            tiles,
-            barriers,
-            weight,
-            first,
-            first,
-            early,
-            activations,
-            y,
-            stride_y,
-            num_rows,
-            ROWS,
-            K,
-            CHUNK,
-            FIRST,
-            S,
-            M,
-            1,
-        )
-        product = total(slices.index(0), ROWS, S, M)
-    added_up = residual + product
+    added_up = gl.load(places, mask=in_x, other=0.0).to(gl.float32)
+    added_up += products(
+        tiles,
+        barriers,
+        weight,
+        first,
+        first,
+        early,
+        y,
+        stride_y,
+        num_rows,
+        ROWS,
+        K,
+        CHUNK,
+        FIRST,
+        S,
+        M,
+        1,
+        ONE,
+    )[0]
     if BIAS:
         added_up += added[:, None]
     gl.store(places, added_up.to(x.dtype.element_ty), mask=in_x)

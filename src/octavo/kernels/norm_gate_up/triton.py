@@ -18,20 +18,9 @@ from octavo.kernels.linear.triton import (
     chunks_ahead,
     chunks_early,
     describe,
-    inverse_rms,
     load_early,
-    multiply,
-    take_activations,
-    take_squares,
-    total,
 )
-from octavo.kernels.linear.triton_row import (
-    few_rows_tile,
-    multiply_row,
-    out_layout,
-    take_row,
-    take_row_squares,
-)
+from octavo.kernels.linear.triton_products import few_rows_tile, normed_products, out_layout
 from octavo.kernels.triton_launch import dependent_launches
 
 
@@ -118,7 +107,7 @@ def _norm_gate_up_kernel(
     HALF: tl.constexpr = ROWS // 2
     first = gl.program_id(0) * HALF
     FIRST: tl.constexpr = chunks_ahead(K, CHUNK, AHEAD)
-    EARLY: tl.constexpr = chunks_early(ROWS, CHUNK, FIRST, S)
+    EARLY: tl.constexpr = chunks_early(ROWS, CHUNK, FIRST, S, ONE)
     tiles, barriers = ask_for_weights(weight, first, inner + first, ROWS, CHUNK, FIRST, 2)
     OUT: tl.constexpr = out_layout(S, HALF, M, ONE)
     rows = first + gl.arange(0, HALF, layout=gl.SliceLayout(1, OUT))
@@ -126,44 +115,33 @@ def _norm_gate_up_kernel(
     if BIAS:
         gate_added = gl.load(bias + rows, mask=rows < inner, other=0.0).to(gl.float32)
         up_added = gl.load(bias + inner + rows, mask=rows < inner, other=0.0).to(gl.float32)
-    if not ONE:
-        early = load_early(tiles, barriers, ROWS, CHUNK, EARLY, S, 2)
+    early = load_early(tiles, barriers, ROWS, CHUNK, EARLY, S, 2)
     if DEPENDENT:
         gdc_wait()
-    if ONE:
-        sums = take_row_squares(squares, parts, SUMS)
-        row = take_row(h, K)
-        gate, up = multiply_row(
-            tiles, barriers, weight, first, inner + first, row, ROWS, K, CHUNK, FIRST, 2
-        )
-        scale = gl.rsqrt(gl.sum(sums, 0) / K + eps)
-    else:
-        activations = take_activations(h, stride_h, num_rows, 0, FIRST, K, CHUNK, S, M)
-        sums = take_squares(squares, stride_squares, num_rows, parts, HALF, S, M, SUMS)
-        slices = multiply(
-            tiles,
-            barriers,
-            weight,
-            first,
-            inner + first,
-            early,
-            activations,
-            h,
-            stride_h,
-            num_rows,
-            ROWS,
-            K,
-            CHUNK,
-            FIRST,
-            S,
-            M,
-            2,
-        )
-        scale = inverse_rms(sums, eps, K, HALF, S, M)
-        gate = total(slices.index(0), HALF, S, M)
-        up = total(slices.index(1), HALF, S, M)
-    gate *= scale
-    up *= scale
+    gate, up = normed_products(
+        tiles,
+        barriers,
+        weight,
+        first,
+        inner + first,
+        early,
+        h,
+        stride_h,
+        num_rows,
+        squares,
+        stride_squares,
+        parts,
+        eps,
+        ROWS,
+        K,
+        CHUNK,
+        FIRST,
+        S,
+        M,
+        SUMS,
+        2,
+        ONE,
+    )
     if BIAS:
         gate += gate_added[:, None]
         up += up_added[:, None]

@@ -15,20 +15,9 @@ from octavo.kernels.linear.triton import (
     chunks_ahead,
     chunks_early,
     describe,
-    inverse_rms,
     load_early,
-    multiply,
-    take_activations,
-    take_squares,
-    total,
 )
-from octavo.kernels.linear.triton_row import (
-    few_rows_tile,
-    multiply_row,
-    out_layout,
-    take_row,
-    take_row_squares,
-)
+from octavo.kernels.linear.triton_products import few_rows_tile, normed_products, out_layout
 from octavo.kernels.triton_launch import dependent_launches
 
 
@@ -115,45 +104,40 @@ def _norm_linear_kernel(
         gdc_launch_dependents()
     first = gl.program_id(0) * ROWS
     FIRST: tl.constexpr = chunks_ahead(K, CHUNK, AHEAD)
-    EARLY: tl.constexpr = chunks_early(ROWS, CHUNK, FIRST, S)
+    EARLY: tl.constexpr = chunks_early(ROWS, CHUNK, FIRST, S, ONE)
     tiles, barriers = ask_for_weights(weight, first, first, ROWS, CHUNK, FIRST, 1)
     OUT: tl.constexpr = out_layout(S, ROWS, M, ONE)
     rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
     m = gl.arange(0, M, layout=gl.SliceLayout(0, OUT))
     if BIAS:
         added = gl.load(bias + rows, mask=rows < n, other=0.0).to(gl.float32)
-    if not ONE:
-        early = load_early(tiles, barriers, ROWS, CHUNK, EARLY, S, 1)
+    early = load_early(tiles, barriers, ROWS, CHUNK, EARLY, S, 1)
     if DEPENDENT:
         gdc_wait()
-    if ONE:
-        sums = take_row_squares(squares, parts, SUMS)
-        row = take_row(h, K)
-        y = multiply_row(tiles, barriers, weight, first, first, row, ROWS, K, CHUNK, FIRST, 1)[0]
-        y *= gl.rsqrt(gl.sum(sums, 0) / K + eps)
-    else:
-        activations = take_activations(h, stride_h, num_rows, 0, FIRST, K, CHUNK, S, M)
-        sums = take_squares(squares, stride_squares, num_rows, parts, ROWS, S, M, SUMS)
-        slices = multiply(
-            tiles,
-            barriers,
-            weight,
-            first,
-            first,
-            early,
-            activations,
-            h,
-            stride_h,
-            num_rows,
-            ROWS,
-            K,
-            CHUNK,
-            FIRST,
-            S,
-            M,
-            1,
-        )
-        y = total(slices.index(0), ROWS, S, M) * inverse_rms(sums, eps, K, ROWS, S, M)
+    y = normed_products(
+        tiles,
+        barriers,
+        weight,
+        first,
+        first,
+        early,
+        h,
+        stride_h,
+        num_rows,
+        squares,
+        stride_squares,
+        parts,
+        eps,
+        ROWS,
+        K,
+        CHUNK,
+        FIRST,
+        S,
+        M,
+        SUMS,
+        1,
+        ONE,
+    )[0]
     if BIAS:
         y += added[:, None]
     if SOFT_CAP:  # tanh by the exponential; right at both infinities
