@@ -11,20 +11,23 @@ tile's result is compared with a product in float32 first. us a layer.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from multiprocessing import get_context
 from statistics import median
 
 import torch
 import torch.nn.functional as F
+import triton
 
 import octavo.kernels.linear_batch.triton as linear_batch
+from octavo.host import granted_cores
 from octavo.kernels.gated.triton import gated
 from octavo.kernels.linear_batch.tiles import Tile, choose_tile
 from octavo.kernels.norm.triton import add_rms_norm
 from octavo.kernels.rope_write.triton import rope_write
 from octavo.kernels.triton_launch import with_room
+from octavo.runtime.cuda_compile import compile_kernels, note_kernels
 from octavo.runtime.cuda_linears import in_parts
 
 HALF = torch.bfloat16
@@ -174,38 +177,16 @@ def random(*shape: int) -> torch.Tensor:
     return (torch.randn(*shape, device="cuda") * 0.02).to(HALF)
 
 
-def compiled(job: tuple[Shape, str, Tile]) -> str:
-    """Compile a tile into Triton's cache, in a process that doesn't touch the GPU; what failed."""
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime import driver
+def compile_tiles(jobs: Sequence[tuple[Shape, str, Tile]]) -> None:
+    """All of them into Triton's cache, on all cores."""
 
-    class Hopper:
-        def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cuda", 90, 32)
+    def launch() -> None:
+        for shape, name, tile in jobs:
+            n, k = shape.weight(name)
+            ours(name, random(tile.tokens, k), torch.empty(n, k, device="cuda", dtype=HALF), tile)
 
-        def get_current_device(self) -> int:
-            return 0
-
-        def get_current_stream(self, device: int) -> int:
-            return 0
-
-    class WarmUp:
-        def __getitem__(self, grid):
-            return lambda *args, **how: kernel.run(*args, grid=grid, warmup=True, **how)
-
-    shape, name, tile = job
-    driver.set_active(Hopper())
-    linear_batch.dependent_launches = lambda: True
-    kernel, linear_batch._kernel = linear_batch._kernel, WarmUp()
-    try:
-        x, weight = (torch.empty(n, shape.weight(name)[1], dtype=HALF) for n in (tile.tokens, 1))
-        weight = weight.expand(shape.weight(name)[0], -1).contiguous()
-        ours(name, x, weight, tile)
-    except Exception as error:
-        return f"{job}: {type(error).__name__}: {error}"
-    finally:
-        linear_batch._kernel = kernel
-    return ""
+    target = triton.runtime.driver.active.get_current_target()
+    compile_kernels(note_kernels(launch), target, granted_cores())
 
 
 def main() -> None:
@@ -219,10 +200,7 @@ def main() -> None:
         for name, one in product(arguments.models, PRODUCTS)
         for tile in {tile for count in rows for tile in tiles(SHAPES[name], one, count)}
     ]
-    with get_context("fork").Pool(16) as pool:
-        for problem in pool.imap_unordered(compiled, jobs):
-            if problem:
-                print(problem)
+    compile_tiles(jobs)
     with torch.inference_mode():
         for name in arguments.models:
             model = Model(SHAPES[name])

@@ -142,9 +142,9 @@ def exp(b: Builder, x: Value) -> Value:
 def _power_of_two(
     b: Builder, whole: Value, rest: Value, coefficients: Sequence[float] = _COEFFICIENTS
 ) -> Value:
-    """2 ** (whole + rest). ``whole``: i32, of which 9 bits count; ``rest`` float32 from -0.5 to 0.5,
-    of which the power is a polynomial, the first of ``coefficients`` for 0; the other is added to
-    its exponent."""
+    """2 ** (whole + rest). ``whole``: i32, of which 9 bits count; ``rest`` float32 from -0.5 to
+    0.5, of which the power is a polynomial, the first of ``coefficients`` for 0; the other is added
+    to its exponent."""
     lanes = rest.type.count
     result = constant(coefficients[-1], lanes)
     for coefficient in coefficients[-2::-1]:
