@@ -34,6 +34,8 @@ BF16 = torch.bfloat16
 EPS = 1e-6
 # Rows, N, K, tile: K short of a chunk, of one and a bit, and of more chunks than are on their way.
 PRODUCTS = [
+    (1, 40, 96, Tile(16, 128, 4)),
+    (1, 48, 64, Tile(16, 64, 1)),
     (1, 40, 96, Tile(16, 256, 4, one_row=True)),
     (1, 48, 64, Tile(64, 128, 4, one_row=True)),
     (1, 33, 1104, Tile(8, 512, 4, ahead=1, one_row=True)),
