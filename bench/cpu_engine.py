@@ -127,7 +127,7 @@ def serve(settings: dict[str, Any]) -> None:
         "decode": decode,
         "concurrent": concurrent,
         "bandwidth": read_bandwidth,
-        "int8_rate": int8_rate,
+        "int8_rate": measured_int8_rate,
         "resident": resident,
     }
     for line in sys.stdin:
@@ -153,15 +153,13 @@ def read_bandwidth(nbytes: int) -> float:
     return nbytes / min(times[1:])
 
 
-def int8_rate() -> float:
-    """Operations a second of the team's best int8 dot product: the best of five."""
-    from cpu_linear import dot_operations, dot_program, seconds
-
+def measured_int8_rate() -> float:
+    """Operations a second of the team's int8 dot products."""
+    from octavo.kernels.dot.cpu import int8_rate
     from octavo.kernels.levels import level
     from octavo.kernels.team import team
 
-    program = dot_program(level(), team())
-    return dot_operations(level(), team()) / min(seconds(team(), program) for _ in range(6))
+    return int8_rate(level(), team())
 
 
 def resident() -> int:

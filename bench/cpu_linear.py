@@ -21,19 +21,16 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba import types
-from numba.extending import intrinsic
 
 from octavo.host import granted_cores
+from octavo.kernels.dot.cpu import dot_operations, dot_program
 from octavo.kernels.levels import level as best_level
 from octavo.kernels.linear.cpu import linear
-from octavo.kernels.linear.cpu_dot import LEVELS
 from octavo.kernels.linear.cpu_formats import FLOAT_BYTES
 from octavo.kernels.linear.cpu_q8 import q8_rows, quantize_row
 from octavo.kernels.linear.packing import PackedLinear, aligned_zeros, block_bytes
-from octavo.kernels.program import Call, Op, Program, fetch_add, int64s, op
+from octavo.kernels.program import Call, Program, fetch_add, int64s, op
 from octavo.kernels.team import Team
-from octavo.kernels.vector_ir import I32, I64, broadcast, fill, loop, variable
 
 # N, K, format: SmolLM2-135M's, and one of Qwen3-0.6B (gate and up)
 SHAPES: dict[str, tuple[int, int, str | None]] = {
@@ -45,9 +42,6 @@ SHAPES: dict[str, tuple[int, int, str | None]] = {
     "qwen3": (6144, 1024, None),
 }
 WORKING_SET = 128 << 20
-WORDS = 8  # of a dot product: a group of 32 columns
-CHAINS = {16: 12, 8: 3}  # dot products that don't wait for each other, by lanes
-ROUNDS = 200_000  # some milliseconds, so that waking the threads does not count
 
 
 def main() -> None:
@@ -173,51 +167,6 @@ def add_up(thread, num_threads, counter, args):
             total += number
     if total == 0:  # it never is; otherwise LLVM would drop the sum
         fetch_add(counter, 1)
-
-
-def dot_program(level: str, crew: Team) -> Program:
-    """The level's dot products of 4-bit weights, in registers."""
-    return Program([dot_op(level).bind(items=crew.num_threads)])
-
-
-def dot_operations(level: str, crew: Team) -> int:
-    """Multiplications and additions of :func:`dot_program`."""
-    lanes = LEVELS[level].lanes
-    return 2 * 4 * lanes * WORDS * CHAINS[lanes] * ROUNDS * crew.num_threads
-
-
-def dot_op(level: str) -> Op:
-    @op(items="i8")
-    def dots(thread, num_threads, counter, args):
-        a = numba.carray(args, 1)[0]
-        while fetch_add(counter, 1) < a.items:
-            if multiply(level, ROUNDS) == 1:
-                fetch_add(counter, 1)
-
-    return dots
-
-
-@intrinsic(prefer_literal=True)
-def multiply(typing, level, rounds):
-    """Dot products in chains. Where they don't begin with their chain's sum, each chain has
-    activations of its own: LLVM would otherwise compute what they have in common once."""
-
-    def emit(context, b, signature, arguments):
-        chosen = LEVELS[level.literal_value]
-        lanes = chosen.lanes
-        weights = [fill(I32, 0x01020304 + i, lanes) for i in range(WORDS)]
-        sums = [variable(b, fill(I32, i, lanes)) for i in range(CHAINS[lanes])]
-        with loop(b, I64(0), arguments[1]) as i:
-            word = broadcast(b, b.trunc(i, I32), lanes)
-            for number, total in enumerate(sums):
-                own = word if chosen.accumulates else b.add(word, fill(I32, number, lanes))
-                b.store(chosen.dot(b, weights, [own] * WORDS, 4, b.load(total)), total)
-        result = b.load(sums[0])
-        for total in sums[1:]:
-            result = b.xor(result, b.load(total))
-        return b.zext(b.extract_element(result, I32(0)), I64)
-
-    return types.int64(level, types.int64), emit
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.checkpoints import tiny
+from helpers.checkpoints import smollm2_path, tiny
 
 from octavo.cli import main
 
@@ -37,18 +37,29 @@ def test_latency(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         "Std latency: # seconds",
         *(f"{p}% percentile latency: # seconds" for p in (10, 25, 50, 75, 90, 99)),
     ]
-    unmeasured = r"\S+ TFLOP/s \(matrix rate not measured\)$"
-    assert re.match(rf"Prefill: [\d,.]+ tok/s, {unmeasured}", lines[8])
+    rate = r"\d+\.\d% of the matrix rate \(\S+ of \S+ TFLOP/s\)$"
+    assert re.match(rf"Prefill: [\d,.]+ tok/s, {rate}", lines[8])
     shared = r"\d+% of what this memory can do \(\S+ of \S+ GB/s\)"
-    assert re.match(rf"Decode: [\d,.]+ tok/s, {shared}, {unmeasured}", lines[9])
+    assert re.match(rf"Decode: [\d,.]+ tok/s, {shared}, {rate}", lines[9])
     assert len(found["latencies"]) == 4
     assert found["avg_latency"] == pytest.approx(sum(found["latencies"]) / 4)
     assert sorted(found["percentiles"], key=int) == ["10", "25", "50", "75", "90", "99"]
     assert found["decode_tokens_per_s"] > 0
     assert found["read_gb_s"] > found["decode_gb_s"] > 0
-    assert found["matrix_tflops"] is None
-    assert found["prefill_tflops"] > 0
+    assert found["matrix_tflops"] > found["prefill_tflops"] > 0
     assert json.loads(file.read_text()) == found
+
+
+def test_quantised_weights_beside_the_int8_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--batch-size", "1", "--input-len", "8", "--output-len", "3"]
+    counts = ["--num-iters", "1", "--num-iters-warmup", "0"]
+    lines, found = run(capsys, "latency", str(smollm2_path()), *sizes, *counts)
+    rate = r"\d+\.\d% of the int8 rate \(\S+ of \S+ TOP/s\)$"
+    assert re.search(rate, lines[8])
+    assert re.search(rate, lines[9])
+    assert found["matmul_dtype"] == "int8"
+    # A core makes a few of the products that it can, but not none, and no more.
+    assert found["matrix_tflops"] > found["decode_tflops"] > 0
 
 
 def test_throughput(model: str, capsys: pytest.CaptureFixture[str]) -> None:

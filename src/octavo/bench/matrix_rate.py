@@ -1,4 +1,5 @@
-"""How fast a device multiplies: the library's product of two large square matrices."""
+"""How fast a device multiplies: the library's product of two large square matrices, or, where
+products are of 8-bit activations on a CPU, their dot products in registers."""
 
 from __future__ import annotations
 
@@ -9,7 +10,18 @@ ROUNDS = 20
 
 
 def matrix_rate(device: str, dtype: str) -> float:
-    """TFLOP/s of ``torch.mm`` in ``dtype``, with the threads that torch has: the median of some."""
+    """10**12 operations a second in ``dtype``, with the threads that its products have."""
+    if dtype != "int8":
+        return _library_rate(device, dtype)
+    from octavo.kernels.dot.cpu import int8_rate
+    from octavo.kernels.levels import level
+    from octavo.kernels.team import team
+
+    return int8_rate(level(), team()) / 1e12
+
+
+def _library_rate(device: str, dtype: str) -> float:
+    """Of ``torch.mm``, with the threads that torch has: the median of some."""
     import torch
 
     on_gpu = device != "cpu"

@@ -14,14 +14,14 @@ from octavo.runtime.memory import layout_bytes
 
 @dataclass(frozen=True)
 class ReadCost:
-    """What a decode step of a model must read, on its device. ``matmul_dtype`` is that of the
-    library's products; None where products are our own, whose best rate nobody measures."""
+    """What a decode step of a model must read, on its device. Products are in ``matmul_dtype``:
+    "int8" where activations are quantised."""
 
     spec: DecoderSpec
     device: str
     weight_bytes: int
     kv_bytes: int  # of one token in one layer
-    matmul_dtype: str | None
+    matmul_dtype: str
 
     def of_history(self, first: int, last: int) -> int:
         """Bytes of keys and values that one row reads in its steps from ``first`` to ``last`` keys,
@@ -33,11 +33,12 @@ class ReadCost:
 
 @dataclass(frozen=True)
 class Roofs:
-    """What the device can do: GB/s of reading alone, and TFLOP/s of the library's product; None
-    where the runtime's products are our own."""
+    """What the device can do: GB/s of reading alone, and 10**12 operations a second of products in
+    ``matmul_dtype`` alone."""
 
     read_gb_s: float
-    matrix_tflops: float | None
+    matmul_dtype: str
+    matrix_tflops: float
 
 
 def measure_roofs(cost: ReadCost) -> Roofs:
@@ -46,9 +47,7 @@ def measure_roofs(cost: ReadCost) -> Roofs:
     from octavo.verify.timing import read_bandwidth
 
     dtype = cost.matmul_dtype
-    return Roofs(
-        read_bandwidth(cost.device), None if dtype is None else matrix_rate(cost.device, dtype)
-    )
+    return Roofs(read_bandwidth(cost.device), dtype, matrix_rate(cost.device, dtype))
 
 
 def read_cost(config: EngineConfig) -> ReadCost:
@@ -62,7 +61,7 @@ def read_cost(config: EngineConfig) -> ReadCost:
         device=model.device,
         weight_bytes=choice.runtime.weight_bytes(model) - lookup,
         kv_bytes=layout_bytes(choice.selections[0].kv_layout(1)) // config.block_size,
-        matmul_dtype=None if choice.runtime.name == "cpu" else choice.dtype,
+        matmul_dtype=choice.runtime.matmul_dtype(model),
     )
 
 

@@ -72,6 +72,9 @@ class RuntimeCandidate(Protocol):
     def embed_bytes(self, model: Model) -> int:
         """What of it the embedding takes, of which a token reads one row."""
 
+    def matmul_dtype(self, model: Model) -> str:
+        """What most products are made in: "int8" where activations are quantised."""
+
     def precision(self, model: Model, kv_dtype: str) -> str:
         """What is computed in, and what of the checkpoint's precision is given up: a phrase."""
 
@@ -135,6 +138,9 @@ class EagerCandidate:
     def embed_bytes(self, model: Model) -> int:
         spec = model.spec
         return spec.vocab_size * spec.hidden_size * DTYPE_BYTES[self.dtypes(model)[0]]
+
+    def matmul_dtype(self, model: Model) -> str:
+        return self.dtypes(model)[0]
 
     def precision(self, model: Model, kv_dtype: str) -> str:
         if model.config.exact:
@@ -228,12 +234,15 @@ class CpuCandidate:
         width = 1 if model.config.quantization == "int8" else DTYPE_BYTES["bfloat16"]
         return model.spec.vocab_size * model.spec.hidden_size * width
 
+    def matmul_dtype(self, model: Model) -> str:
+        exact = model.config.exact or _weight_format(model) in FLOAT_FORMATS
+        return "float32" if exact else "int8"
+
     def precision(self, model: Model, kv_dtype: str) -> str:
         if model.config.exact:
             return "float32 (exact)"
-        weights = "int8" if model.config.quantization == "int8" else _main_format(model)
-        activations = "float32" if weights in FLOAT_FORMATS else "8-bit"
-        return f"{weights} weights, {activations} activations, {kv_dtype} KV"
+        activations = "8-bit" if self.matmul_dtype(model) == "int8" else "float32"
+        return f"{_weight_format(model)} weights, {activations} activations, {kv_dtype} KV"
 
     def note(self, model: Model) -> str | None:
         return None
@@ -393,6 +402,11 @@ def choose_attention(
         )
         for group in groups
     ]
+
+
+def _weight_format(model: Model) -> str:
+    """What most weights are multiplied in on a CPU."""
+    return "int8" if model.config.quantization == "int8" else _main_format(model)
 
 
 def _main_format(model: Model) -> str:

@@ -59,15 +59,14 @@ def roof_line(
     tflops: float,
 ) -> str:
     """A speed beside the shares of memory's bandwidth (unless ``gb_s`` is None) and of the matrix
-    rate (where it was measured) that it takes."""
+    rate that it takes."""
     line = f"{what}: {tokens_per_s:,.1f} tok/s"
     if gb_s is not None:
         line += f", {gb_s / roofs.read_gb_s:.0%} of what this memory can do "
         line += f"({gb_s:,.1f} of {roofs.read_gb_s:,.1f} GB/s)"
+    name, unit = ("int8", "TOP/s") if roofs.matmul_dtype == "int8" else ("matrix", "TFLOP/s")
     rate = roofs.matrix_tflops
-    if rate is None:
-        return f"{line}, {tflops:,.3g} TFLOP/s (matrix rate not measured)"
-    return f"{line}, {tflops / rate:.1%} of the matrix rate ({tflops:,.3g} of {rate:,.3g} TFLOP/s)"
+    return f"{line}, {tflops / rate:.1%} of the {name} rate ({tflops:,.3g} of {rate:,.3g} {unit})"
 
 
 def print_json(found: dict[str, Any], output_json: Path | None) -> None:

@@ -1,0 +1,75 @@
+"""How fast a CPU's cores make the dot products of quantised weights, in registers."""
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+import time
+
+from octavo.kernels.late import carray, intrinsic, types
+from octavo.kernels.linear.cpu_dot import LEVELS
+from octavo.kernels.program import Op, Program, fetch_add, op
+from octavo.kernels.team import Team
+from octavo.kernels.vector_ir import I32, I64, broadcast, fill, loop, variable
+
+WORDS = 8  # of a dot product: a group of 32 columns
+CHAINS = {16: 12, 8: 3}  # dot products that don't wait for each other, by lanes
+ROUNDS = 200_000  # some milliseconds, so that waking the threads doesn't count
+TURNS = 5
+
+
+def int8_rate(level: str, crew: Team) -> float:
+    """Multiplications and additions a second of all threads together, with 4-bit weights, by the
+    instructions of a level (``amx``: of ``vnni``, not in tiles): the best of some turns."""
+    program = dot_program(level, crew)
+    crew.run(program)  # compiles
+    seconds = []
+    for _ in range(TURNS):
+        began = time.perf_counter()
+        crew.run(program)
+        seconds.append(time.perf_counter() - began)
+    return dot_operations(level, crew) / min(seconds)
+
+
+def dot_program(level: str, crew: Team) -> Program:
+    """The level's dot products of 4-bit weights, by each thread as many."""
+    return Program([_dot_op(level).bind(items=crew.num_threads)])
+
+
+def dot_operations(level: str, crew: Team) -> int:
+    """Multiplications and additions of :func:`dot_program`."""
+    lanes = LEVELS[level].lanes
+    return 2 * 4 * lanes * WORDS * CHAINS[lanes] * ROUNDS * crew.num_threads
+
+
+def _dot_op(level: str) -> Op:
+    @op(items="i8")
+    def dots(thread, num_threads, counter, args):
+        a = carray(args, 1)[0]
+        while fetch_add(counter, 1) < a.items:
+            if _multiply(level, ROUNDS) == 1:  # or LLVM would drop the products
+                fetch_add(counter, 1)
+
+    return dots
+
+
+@intrinsic(prefer_literal=True)
+def _multiply(typing, level, rounds):
+    """Dot products in chains. Where they don't begin with their chain's sum, each chain has
+    activations of its own: LLVM would otherwise compute what they have in common once."""
+
+    def emit(context, b, signature, arguments):
+        chosen = LEVELS[level.literal_value]
+        lanes = chosen.lanes
+        weights = [fill(I32, 0x01020304 + i, lanes) for i in range(WORDS)]
+        sums = [variable(b, fill(I32, i, lanes)) for i in range(CHAINS[lanes])]
+        with loop(b, I64(0), arguments[1]) as i:
+            word = broadcast(b, b.trunc(i, I32), lanes)
+            for number, total in enumerate(sums):
+                own = word if chosen.accumulates else b.add(word, fill(I32, number, lanes))
+                b.store(chosen.dot(b, weights, [own] * WORDS, 4, b.load(total)), total)
+        result = b.load(sums[0])
+        for total in sums[1:]:
+            result = b.xor(result, b.load(total))
+        return b.zext(b.extract_element(result, I32(0)), I64)
+
+    return types.int64(level, types.int64), emit
