@@ -62,7 +62,7 @@ def test_safetensors_need_no_torch(tmp_path: Path, options: tuple[str, ...]) -> 
     assert "loaded: [] 0" in out
 
 
-@pytest.mark.parametrize("level", ["vnni", "avx2", "plain"])
+@pytest.mark.parametrize("level", ["vnni", "avxvnni", "avx2", "plain"])
 def test_levels(level: str) -> None:
     from octavo.kernels.levels import usable_levels
 

@@ -32,7 +32,7 @@ from octavo.kernels.split_attention.cpu import attend_op, attend_scratch_bytes, 
 # KV head, not since it takes all of them.
 COST = SplitCost(min_tokens=128, merge_tokens=16)
 # 16-lane sums that the registers hold beside what else they must.
-_ROOM = {"amx": 20, "vnni": 20, "avx2": 6, "plain": 6}
+_ROOM = {"amx": 20, "vnni": 20, "avxvnni": 6, "avx2": 6, "plain": 6}
 REPLAN = 16  # tokens of the longest row for which a plan serves
 _NO_TILES = np.empty((0, 4), np.int32)
 

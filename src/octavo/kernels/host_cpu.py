@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import sys
 from functools import cache
 
@@ -15,8 +16,8 @@ def features() -> frozenset[str]:
     """The instruction sets that may be used, by LLVM's names."""
     if flags := _first_cpu().get("flags"):
         # Linux writes avx512_vnni where LLVM has avx512vnni, and amx_int8 where it has amx-int8.
-        words = flags.split()
-        return frozenset({each.replace("avx512_", "avx512").replace("_", "-") for each in words})
+        words = [re.sub("^(avx|avx512)_", r"\1", each) for each in flags.split()]
+        return frozenset(each.replace("_", "-") for each in words)
     import llvmlite.binding
 
     found = llvmlite.binding.get_host_cpu_features()

@@ -1,9 +1,10 @@
 """What instructions the CPU kernels may use: a *level*, the best that the CPU has or one forced.
 
-amx    vnni, and products of 8-bit tiles where there are 16 tokens and more
-vnni   AVX-512 with its 8-bit dot product: vectors of 512 bits
-avx2   AVX2 with FMA: 256 bits
-plain  no instruction of any one CPU is named: LLVM makes of it what there is, on ARM too
+amx      vnni, and products of 8-bit tiles where there are 16 tokens and more
+vnni     AVX-512 with its 8-bit dot product: vectors of 512 bits
+avxvnni  avx2 with that dot product: most of Intel's desktops and laptops
+avx2     AVX2 with FMA: 256 bits
+plain    no instruction of any one CPU is named: LLVM makes of it what there is, on ARM too
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ _VNNI = ("avx512f", "avx512bw", "avx512vl", "avx512vnni", "f16c", "fma")
 _NEEDS = {
     "amx": (*_VNNI, "amx-tile", "amx-int8", "amx-bf16"),
     "vnni": _VNNI,
+    "avxvnni": ("avx2", "f16c", "fma", "avxvnni"),
     "avx2": ("avx2", "f16c", "fma"),
     "plain": (),
 }
@@ -46,7 +48,10 @@ def level() -> str:
 @cache
 def usable_levels() -> tuple[str, ...]:
     """The levels that this CPU has, best first."""
-    names = [name for name, needs in _NEEDS.items() if features().issuperset(needs)]
+    has = set(features())
+    if has.issuperset(_VNNI):
+        has.add("avxvnni")  # AVX-512 has that instruction too
+    names = [name for name, needs in _NEEDS.items() if has.issuperset(needs)]
     if "amx" in names and not _ask_for_tiles():
         names.remove("amx")
     return tuple(names)

@@ -11,8 +11,9 @@ from octavo.kernels.program import Op, Program, fetch_add, op
 from octavo.kernels.team import Team
 from octavo.kernels.vector_ir import I32, I64, broadcast, fill, loop, variable
 
-WORDS = 8  # of a dot product: a group of 32 columns
-CHAINS = {16: 12, 8: 3}  # dot products that don't wait for each other, by lanes
+# Words of weights in registers, and chains of dot products that don't wait for each other: as many as
+# leave no instruction waiting, and as the registers hold.
+SHAPES = {"amx": (8, 12), "vnni": (8, 12), "avxvnni": (4, 10), "avx2": (8, 3), "plain": (8, 3)}
 ROUNDS = 200_000  # some milliseconds, so that waking the threads doesn't count
 TURNS = 5
 
@@ -37,8 +38,8 @@ def dot_program(level: str, crew: Team) -> Program:
 
 def dot_operations(level: str, crew: Team) -> int:
     """Multiplications and additions of :func:`dot_program`."""
-    lanes = LEVELS[level].lanes
-    return 2 * 4 * lanes * WORDS * CHAINS[lanes] * ROUNDS * crew.num_threads
+    words, chains = SHAPES[level]
+    return 2 * 4 * LEVELS[level].lanes * words * chains * ROUNDS * crew.num_threads
 
 
 def _dot_op(level: str) -> Op:
@@ -59,14 +60,14 @@ def _multiply(typing, level, rounds):
 
     def emit(context, b, signature, arguments):
         chosen = LEVELS[level.literal_value]
-        lanes = chosen.lanes
-        weights = [fill(I32, 0x01020304 + i, lanes) for i in range(WORDS)]
-        sums = [variable(b, fill(I32, i, lanes)) for i in range(CHAINS[lanes])]
+        (words, chains), lanes = SHAPES[level.literal_value], chosen.lanes
+        weights = [fill(I32, 0x01020304 + i, lanes) for i in range(words)]
+        sums = [variable(b, fill(I32, i, lanes)) for i in range(chains)]
         with loop(b, I64(0), arguments[1]) as i:
             word = broadcast(b, b.trunc(i, I32), lanes)
             for number, total in enumerate(sums):
                 own = word if chosen.accumulates else b.add(word, fill(I32, number, lanes))
-                b.store(chosen.dot(b, weights, [own] * WORDS, 4, b.load(total)), total)
+                b.store(chosen.dot(b, weights, [own] * words, 4, b.load(total)), total)
         result = b.load(sums[0])
         for total in sums[1:]:
             result = b.xor(result, b.load(total))

@@ -45,7 +45,7 @@ def _dot_vnni(
     b: Builder, weights: Sequence[Any], activations: Sequence[Value], bits: int, start: Value
 ) -> Value:
     for w, x in zip(weights, activations, strict=True):
-        start = call(b, "llvm.x86.avx512.vpdpbusd.512", start, w, x)
+        start = call(b, f"llvm.x86.avx512.vpdpbusd.{32 * start.type.count}", start, w, x)
     return start
 
 
@@ -101,6 +101,7 @@ def _dot_plain(
 LEVELS = {
     "amx": Level(16, True, True, False, True, 4, _as_is, _dot_vnni),
     "vnni": Level(16, True, True, False, False, 4, _as_is, _dot_vnni),
+    "avxvnni": Level(8, True, True, False, False, 2, _as_is, _dot_vnni),
     "avx2": Level(8, False, True, True, False, 1, _prepare_avx2, _dot_avx2),
     "plain": Level(8, False, False, False, False, 1, _as_is, _dot_plain),
 }
