@@ -11,8 +11,8 @@ from octavo.kernels.program import Op, Program, fetch_add, op
 from octavo.kernels.team import Team
 from octavo.kernels.vector_ir import I32, I64, broadcast, fill, loop, variable
 
-# Words of weights in registers, and chains of dot products that don't wait for each other: as many as
-# leave no instruction waiting, and as the registers hold.
+# Words of weights in registers, and chains of dot products that don't wait for each other: so many
+# that no instruction has to wait, and that registers hold them.
 SHAPES = {"amx": (8, 12), "vnni": (8, 12), "avxvnni": (4, 10), "avx2": (8, 3), "plain": (8, 3)}
 ROUNDS = 200_000  # some milliseconds, so that waking the threads doesn't count
 TURNS = 5
