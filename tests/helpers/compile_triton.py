@@ -30,7 +30,7 @@ import octavo.kernels.linear_fixed.triton as linear_fixed
 import octavo.kernels.split_attention.triton as split_attention
 import octavo.kernels.split_attention.triton_warps as split_warps
 from octavo.attention import AttentionSpec
-from octavo.kernels.linear_batch.tiles import TABLE
+from octavo.kernels.linear_batch.tiles import TABLE, Tile
 from octavo.kernels.paged_prefill.triton import paged_prefill
 from octavo.kernels.step_inputs.layout import make_inputs
 
@@ -213,7 +213,8 @@ CASES: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     **{
         f"product of {n} x {k}, {rows}": (of_rows, {"n": n, "k": k, "gated": gated, "rows": rows})
         for (n, k, gated), tiles in TABLE.items()
-        for rows in tiles
+        for rows, tile in tiles.items()
+        if isinstance(tile, Tile)
     },
     "product, gelu": (
         of_rows,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +18,8 @@ from helpers.checkpoints import family, reference_logits
 from helpers.cuda_runtime import load
 from helpers.driver import relative_error
 
-from octavo.kernels.linear_batch.tiles import TABLE, Tile, choose_tile
+from octavo.kernels.linear_batch import wide
+from octavo.kernels.linear_batch.tiles import TABLE, Tile, Wide, choose_tile
 from octavo.kernels.linear_batch.triton import gated_batch, linear_batch
 from octavo.kernels.triton_launch import ROOM, with_room
 from octavo.runtime import cuda_linears
@@ -61,9 +64,14 @@ def test_the_table() -> None:
     those of most rows last, as they are looked for in order."""
     for (n, k, gated), tiles in TABLE.items():
         assert list(tiles) == sorted(tiles)
-        for tile in tiles.values():
+        for most, tile in tiles.items():
             weights = 2 if gated else 1
             assert not gated or tile.parts == 1
+            if isinstance(tile, Wide):
+                assert most <= wide.MOST_ROWS
+                assert n % (64 * tile.groups) == 0
+                assert k % (tile.parts * wide.STEP) == 0
+                continue
             assert n % (weights * tile.rows) == 0
             assert k % (tile.parts * tile.step) == 0
             assert tile.rows * weights * tile.tokens <= 128 * 32 * tile.num_warps
@@ -72,6 +80,23 @@ def test_the_table() -> None:
     assert choose_tile(4096, 1024, 257, gated=False) is None
     assert choose_tile(4096, 1024, 65, gated=False) == TABLE[4096, 1024, False][128]
     assert choose_tile(4096, 1024, 65, gated=True) is None
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs CUDA's compiler")
+@pytest.mark.parametrize(
+    ("tokens", "groups", "activation"),
+    [(16, 1, ""), (112, 2, ""), (192, 3, "silu"), (208, 3, "gelu_tanh"), (256, 3, "")],
+)
+def test_wide_products_compile(tmp_path: Path, tokens: int, groups: int, activation: str) -> None:
+    """With all sums in registers, and instructions that needn't wait for one another."""
+    source = tmp_path / "wide.cu"
+    source.write_text(wide.kernel_source(tokens, groups, activation))
+    command = ["nvcc", "-gencode=arch=compute_90a,code=sm_90a", "-std=c++17", "-Xptxas", "-v"]
+    command += ["-cubin", "-o", str(tmp_path / "wide.cubin"), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "0 bytes spill stores, 0 bytes spill loads" in done.stderr
+    assert "Performance Loss" not in done.stderr
 
 
 def test_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

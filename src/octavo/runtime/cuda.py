@@ -348,7 +348,6 @@ class CudaRuntime:
 
 
 def batch_buckets(max_rows: int) -> list[int]:
-    """Sizes to which decode steps are padded: powers of two up to 16, then in steps of 16 and, past
-    128, of 32."""
-    sizes = [1, 2, 4, 8, *range(16, 128, 16), *range(128, max_rows, 32)]
+    """Sizes to which decode steps are padded: powers of two up to 16, then in steps of 16."""
+    sizes = [1, 2, 4, 8, *range(16, max_rows, 16)]
     return [size for size in sizes if size < max_rows] + [max_rows]

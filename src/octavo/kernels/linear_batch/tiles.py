@@ -24,9 +24,18 @@ class Tile:
         return min(8, self.tokens // 16)
 
 
+@dataclass(frozen=True)
+class Wide:
+    """A block has all activation rows, up to 256, ``groups`` times 64 weight rows (of gate and up
+    together), and one of ``parts`` of K: ``wide.cu``."""
+
+    groups: int
+    parts: int
+
+
 # Of a weight [N, K], and whether it is gate and up: for steps of up to so many rows. Of more, and
 # of other weights, the library's products are taken.
-TABLE: dict[tuple[int, int, bool], dict[int, Tile]] = {
+TABLE: dict[tuple[int, int, bool], dict[int, Tile | Wide]] = {
     # Qwen3-0.6B
     (4096, 1024, False): {
         64: Tile(64, 64, 2, 64, 8),
@@ -44,15 +53,15 @@ TABLE: dict[tuple[int, int, bool], dict[int, Tile]] = {
         256: Tile(64, 64, 1, 64, 4),
     },
     (1024, 3072, False): {64: Tile(64, 64, 4, 128, 6), 256: Tile(64, 64, 4, 64, 6)},
-    # Qwen3-8B: of more than 128 rows it is arithmetic that takes the time.
-    (6144, 4096, False): {64: Tile(64, 64, 2, 64, 6), 128: Tile(64, 128, 1, 64, 8)},
-    (4096, 4096, False): {64: Tile(64, 64, 2, 128, 6), 128: Tile(128, 128, 2, 64, 6)},
-    (24576, 4096, True): {64: Tile(64, 64, 1, 64, 4), 128: Tile(128, 128, 1, 64, 4)},
-    (4096, 12288, False): {64: Tile(64, 64, 2, 128, 6), 128: Tile(64, 128, 2, 64, 8)},
+    # Qwen3-8B
+    (6144, 4096, False): {256: Wide(1, 1)},
+    (4096, 4096, False): {64: Wide(2, 4), 256: Wide(1, 2)},
+    (24576, 4096, True): {256: Wide(3, 1)},
+    (4096, 12288, False): {256: Wide(2, 4)},
 }
 
 
-def choose_tile(n: int, k: int, num_rows: int, *, gated: bool) -> Tile | None:
+def choose_tile(n: int, k: int, num_rows: int, *, gated: bool) -> Tile | Wide | None:
     """The tile for a ``[n, k]`` weight; None where the library's product is better."""
     tiles = TABLE.get((n, k, gated), {})
     return next((tile for most, tile in tiles.items() if num_rows <= most), None)
