@@ -20,6 +20,7 @@ from helpers.decode import (
     reference_attention,
 )
 
+from octavo.kernels.linear.tiles import Tile
 from octavo.kernels.linear_add import reference as linear_add_reference
 from octavo.kernels.linear_add.triton import linear_add, square_columns
 from octavo.kernels.norm_gate_up import reference as norm_gate_up_reference
@@ -35,7 +36,16 @@ pytestmark = pytest.mark.skipif(
     reason="needs a CUDA GPU of compute capability 9.0 and compiled kernels",
 )
 EPS = 1e-6
-SHAPES = [(4096, 1024), (1024, 3072), (6144, 4096), (4096, 12_288), (49_155, 576), (152, 64)]
+SHAPES = [
+    (4096, 1024),
+    (1024, 2048),
+    (1024, 3072),
+    (6144, 1024),
+    (6144, 4096),
+    (4096, 12_288),
+    (49_155, 576),
+    (152, 64),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -81,6 +91,27 @@ def test_products(n, k, rows):
 
 
 @pytest.mark.parametrize(
+    "tile",
+    [
+        Tile(64, 256, 4, ahead=4, one_row=True, early=2),
+        Tile(64, 512, 4, ahead=1, one_row=True, early=1),
+        Tile(32, 128, 4, ahead=2, one_row=True, early=6),
+        Tile(16, 512, 4, ahead=3, one_row=True, early=3),
+        Tile(8, 1024, 4, ahead=1, one_row=True, early=1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("n", "k"), [(1024, 1024), (333, 2088), (152, 64)])
+def test_weights_of_a_row_that_wait_in_registers(n, k, tile):
+    h, squares, weight = randn(1, k), torch.rand(1, 64, device="cuda"), randn(n, k)
+    want = norm_linear_reference.norm_linear(h, squares, weight, eps=EPS)
+    out = nans(1, n)
+    for _ in range(20):
+        norm_linear(h, squares, weight, out.fill_(torch.nan), eps=EPS, tile=tile)
+        assert error(out, want) < 1e-5
+
+
+@pytest.mark.parametrize(
     "shape",
     [
         {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128},
@@ -95,18 +126,26 @@ def test_products(n, k, rows):
     ids=str,
 )
 @pytest.mark.parametrize(
-    "lens", [[1], [128], [129], [1, 0, 700, 63, 64, 65, 1500], [5000]], ids=str
+    "lens", [[1], [128], [129], [1, 0, 700, 63, 64, 65, 1500], [3000], [5000], [9000]], ids=str
 )
 def test_attention(lens, shape):
     rows = make_rows(lens, device="cuda", **shape)
     check_attention(rows, choose_cut(rows.spec, len(lens), max(lens)))
 
 
-@pytest.mark.parametrize("splits", [1, 2, 7, 32, 33, 64])
-def test_any_number_of_splits_repeats_bitwise(splits):
+@pytest.mark.parametrize(
+    "cut",
+    [
+        *(Cut(splits, 64, 4, 3) for splits in (1, 2, 7, 32, 33, 64)),
+        *(Cut(splits, 256, 8, 1) for splits in (1, 3, 12)),
+        Cut(24, 128, 4, 1),
+        Cut(16, 128, 8, 2),
+    ],
+    ids=str,
+)
+def test_any_cut_repeats_bitwise(cut):
     """A moving result would be a race between the blocks."""
     rows = make_rows([3000, 1, 0, 500], num_heads=16, num_kv_heads=8, head_dim=128, device="cuda")
-    cut = Cut(splits, 64, 4, 3)
     check_attention(rows, cut)
     first, _ = attend(rows, cut)
     for _ in range(50):

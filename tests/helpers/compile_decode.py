@@ -171,6 +171,8 @@ CASES: dict[str, Callable[[], None]] = {
     "linear_add, 8B, 16 rows": lambda: add(16, 4096, 12_288),
     "attention, 128": lambda: attention(128),
     "attention, 256": lambda: attention(256),
+    "attention, 3K": lambda: attention(3072),
+    "attention, 4K": lambda: attention(4096),
     "attention, 128K": lambda: attention(131_072),
     "attention, 4 rows of 2K": lambda: attention(2048, 4),
     "attention, window and cap": lambda: attention(8192, window=1000, soft_cap=30.0),

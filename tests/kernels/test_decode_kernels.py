@@ -27,7 +27,7 @@ from octavo.kernels.norm_gate_up import reference as norm_gate_up_reference
 from octavo.kernels.norm_gate_up.triton import norm_gate_up
 from octavo.kernels.norm_linear import reference as norm_linear_reference
 from octavo.kernels.norm_linear.triton import norm_linear
-from octavo.kernels.rope_attention.triton import Cut, choose_cut, supports
+from octavo.kernels.rope_attention.triton import Cut, choose_cut, most_splits, supports
 
 torch.set_num_threads(1)
 BF16 = torch.bfloat16
@@ -41,6 +41,10 @@ PRODUCTS = [
     (1, 33, 1104, Tile(8, 512, 4, ahead=1, one_row=True)),
     (1, 70, 520, Tile(32, 128, 4, ahead=3, one_row=True)),
     (1, 130, 712, Tile(64, 64, 4, ahead=2, one_row=True)),
+    (1, 33, 1104, Tile(8, 512, 4, ahead=1, one_row=True, early=1)),
+    (1, 70, 520, Tile(32, 128, 4, ahead=2, one_row=True, early=2)),
+    (1, 130, 712, Tile(64, 64, 4, ahead=1, one_row=True, early=4)),
+    (1, 48, 128, Tile(64, 128, 4, ahead=2, one_row=True, early=2)),
     (3, 40, 96, Tile(16, 64, 2)),
     (5, 80, 136, Tile(32, 128, 4)),
     (16, 16, 320, Tile(16, 64, 2, ahead=2)),
@@ -165,17 +169,34 @@ def test_more_splits_than_are_merged_at_a_time():
 def test_a_cut_of_known_lengths():
     """What was measured, and no cut for every length."""
     spec = make_rows([1], num_heads=16, num_kv_heads=8, head_dim=128).spec
-    lengths = (1, 128, 129, 1000, 2048, 8192, 8193, 12288, 32_768)
+    lengths = (1, 256, 257, 700, 1000, 1025, 2048, 3072, 3073, 6144, 6145, 12_288, 32_768)
     cuts = {length: choose_cut(spec, 1, length) for length in lengths}
-    assert cuts[1] == cuts[128] == Cut(1, 128, 4, 1)
-    assert cuts[129] == Cut(1, 256, 8, 1)
+    assert cuts[1] == cuts[256] == Cut(1, 256, 8, 1)
+    assert cuts[257] == Cut(2, 256, 8, 1)
+    assert cuts[700] == Cut(3, 256, 8, 1)
+    assert cuts[1000] == cuts[1025] == Cut(6, 256, 8, 1)
+    assert cuts[2048] == cuts[3072] == Cut(12, 256, 8, 1)
+    assert cuts[3073] == cuts[6144] == Cut(16, 128, 8, 2)
+    assert cuts[6145] == cuts[12_288] == cuts[32_768] == Cut(32, 64, 4, 3)
     assert choose_cut(spec, 2, 129) == Cut(2, 128, 4, 1)
-    assert cuts[1000] == Cut(8, 128, 4, 1)
-    assert cuts[2048] == Cut(16, 64, 4, 2)
-    assert cuts[8192] == cuts[8193] == cuts[12288] == Cut(24, 64, 4, 3)
-    assert cuts[32_768] == Cut(32, 64, 4, 3)
+    assert choose_cut(spec, 2, 1500) == Cut(12, 128, 4, 1)
+    assert choose_cut(spec, 8, 128) == Cut(2, 64, 4, 1)
+    assert choose_cut(spec, 8, 500) == Cut(3, 64, 4, 3)
     assert choose_cut(spec, 1, 131_072).splits == 33
     assert choose_cut(spec, 16, 2048).splits == 2
+
+
+@pytest.mark.parametrize("heads", [(16, 8, 128), (14, 2, 64), (16, 16, 64), (4, 1, 256)], ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 4, 8, 16])
+def test_cuts_change_at_powers_of_two_and_halfway(rows, heads):
+    """``CudaRuntime.kinds_of_decode`` counts on it: other cuts would be compiled while serving."""
+    num_heads, num_kv_heads, head_dim = heads
+    spec = make_rows([1], num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim).spec
+    seen = {choose_cut(spec, rows, n << i >> 1) for i in range(18) for n in (2, 3)}
+    for length in range(1, 131_072, 61):
+        cut = choose_cut(spec, rows, length)
+        assert cut in seen
+        assert cut.splits <= most_splits(spec, 132)
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ else:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
 
     def warpgroup_mma(a: Any, b: Any, acc: Any, *, is_async: bool) -> Any:
-        return mma_v2(a.load(None), b.load(None), acc)
+        return mma_v2(a.load(None) if isinstance(a, _SharedMemory) else a, b.load(None), acc)
 
     def warpgroup_mma_wait(num_outstanding: int, deps: tuple[Any, ...]) -> Any:
         return deps if len(deps) > 1 else deps[0]

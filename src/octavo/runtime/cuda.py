@@ -180,13 +180,12 @@ class CudaRuntime:
     def kinds_of_decode(self, max_model_len: int) -> list[tuple[int, int]]:
         """Rows and length of one decode step of each kind: every size, and where fused kernels
         look at the longest row, every way in which they cut it."""
+        powers = [1 << i for i in range(max_model_len.bit_length())]
+        lengths = [n for power in powers for n in (power, power * 3 // 2) if n < max_model_len]
         kinds: dict[Any, tuple[int, int]] = {}
         for bucket in self._buckets:
-            length = 1
-            while length < max_model_len:
+            for length in (*lengths, max_model_len):
                 kinds.setdefault(self._decode_key(bucket, length), (bucket, length))
-                length *= 2
-            kinds.setdefault(self._decode_key(bucket, max_model_len), (bucket, max_model_len))
         return list(kinds.values())
 
     @property

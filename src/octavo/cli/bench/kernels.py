@@ -110,7 +110,7 @@ def _print_table(title: str, products: Sequence[Product]) -> None:
             product.kernel,
             f"{product.n:,} x {product.k:,}",
             f"{product.rows}",
-            f"{tile.rows} x {tile.chunk}, {tile.num_warps} warps, {tile.ahead} ahead",
+            f"{tile.rows} x {tile.chunk}, {tile.num_warps} warps, {tile.early}+{tile.ahead} ahead",
             f"{product.us:,.1f}",
             f"{product.gb_s:,.0f}",
             f"{product.share:.0%}",

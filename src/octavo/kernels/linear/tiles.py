@@ -16,10 +16,12 @@ class Tile:
     columns each. All are powers of two. ``ahead`` chunks are on their way at once.
 
     A tile of ``one_row`` is for a single activation row and for warpgroups (``triton_row.py``):
-    8 to 64 rows of each part, 4,096 elements at least of each in a chunk, ``ROW_WARPS`` warps."""
+    8 to 64 rows of each part, 4,096 elements at least of each in a chunk, ``ROW_WARPS`` warps. Its
+    first ``early`` chunks wait in registers, and ``ahead`` others are on their way."""
 
     rows: int
     chunk: int
     num_warps: int
     ahead: int = 4
     one_row: bool = False
+    early: int = 0

@@ -72,11 +72,13 @@ def chunks_ahead(K, CHUNK, AHEAD):
     return min(AHEAD, num_chunks(K, CHUNK))
 
 
-@constexpr_function
-def chunks_early(ROWS, CHUNK, AHEAD, S, ONE):
-    """How many chunks wait in registers, at most 96 of them a thread; of one row's products none
-    (``triton_row.py``)."""
-    return 0 if ONE else min(AHEAD, 96 * 4 * 32 * S // (ROWS * CHUNK * 2))
+def chunks_early(k: int, tile: Tile) -> int:
+    """How many chunks wait in registers; where no tile says so, at most 96 of them a thread."""
+    count = -(-k // tile.chunk)
+    if tile.one_row:
+        return min(count, tile.early)
+    of_chunk = tile.rows * tile.chunk * 2 // (4 * 32 * tile.num_warps)
+    return min(count, tile.ahead, 96 // of_chunk)
 
 
 @constexpr_function

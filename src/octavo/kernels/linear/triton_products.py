@@ -15,6 +15,7 @@ from octavo.kernels.linear.table import choose_tile
 from octavo.kernels.linear.tiles import Tile
 from octavo.kernels.linear.triton import (
     inverse_rms,
+    load_early,
     multiply,
     partial_layout,
     take_activations,
@@ -22,6 +23,7 @@ from octavo.kernels.linear.triton import (
     total,
 )
 from octavo.kernels.linear.triton_row import (
+    load_early_row,
     multiply_row,
     result_layout,
     take_row,
@@ -44,6 +46,32 @@ def out_layout(S, R, M, ONE):
 
 
 @jit
+def early_weights(
+    tiles,
+    barriers,
+    weight,
+    first_row,
+    second_row,
+    ROWS: tl.constexpr,
+    K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
+    S: tl.constexpr,
+    PARTS: tl.constexpr,
+    ONE: tl.constexpr,
+):
+    """The first ``EARLY`` chunks in registers, as soon as they have arrived."""
+    if ONE:
+        early = load_early_row(
+            tiles, barriers, weight, first_row, second_row, ROWS, K, CHUNK, AHEAD, EARLY, PARTS
+        )
+    else:
+        early = load_early(tiles, barriers, ROWS, CHUNK, EARLY, S, PARTS)
+    return early
+
+
+@jit
 def products(
     tiles,
     barriers,
@@ -58,6 +86,7 @@ def products(
     K: tl.constexpr,
     CHUNK: tl.constexpr,
     AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
     S: tl.constexpr,
     M: tl.constexpr,
     PARTS: tl.constexpr,
@@ -68,7 +97,19 @@ def products(
     if ONE:
         row = take_row(y, K)
         parts = multiply_row(
-            tiles, barriers, weight, first_row, second_row, row, ROWS, K, CHUNK, AHEAD, PARTS
+            tiles,
+            barriers,
+            weight,
+            first_row,
+            second_row,
+            early,
+            row,
+            ROWS,
+            K,
+            CHUNK,
+            AHEAD,
+            EARLY,
+            PARTS,
         )
     else:
         activations = take_activations(y, stride, num_rows, 0, AHEAD, K, CHUNK, S, M)
@@ -116,6 +157,7 @@ def normed_products(
     K: tl.constexpr,
     CHUNK: tl.constexpr,
     AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
     S: tl.constexpr,
     M: tl.constexpr,
     SUMS: tl.constexpr,
@@ -143,6 +185,7 @@ def normed_products(
         K,
         CHUNK,
         AHEAD,
+        EARLY,
         S,
         M,
         PARTS,

@@ -8,6 +8,9 @@ copy engine has laid them out; the 8 columns are 8 blocks of 64 activations. Of 
 those count in which a weight's block meets its own activations'; the others are thrown away. Which
 ones count goes round with the blocks of K, so a tile has ``R / 8`` sums of 64 x 8, or four, for
 those don't wait for one another.
+
+Shared memory gives a multiprocessor 128 bytes a cycle, so some weights are taken to registers
+before the wait (:func:`load_early_row`), from where the same instructions multiply them.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
 
@@ -106,6 +109,59 @@ def take_row(y, K: tl.constexpr):
     return memory._reinterpret(values.dtype, [COLUMNS // (8 * BLOCK), 8, BLOCK], block_memory())
 
 
+@constexpr_function
+def early_layout():
+    """Of 64 x 64 weights in registers."""
+    return gl.DotOperandLayout(0, sum_layout(), 2)
+
+
+@jit
+def load_early_row(
+    tiles,
+    barriers,
+    weight,
+    first_row,
+    second_row,
+    ROWS: tl.constexpr,
+    K: tl.constexpr,
+    CHUNK: tl.constexpr,
+    AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """The first ``EARLY`` chunks of each part, as soon as they have arrived; in their places others
+    are asked for."""
+    R: tl.constexpr = ROWS // PARTS
+    chunks = ()
+    for i in gl.static_range(EARLY):
+        mbarrier.wait(barriers.index(i % AHEAD), i // AHEAD % 2)
+        for part in gl.static_range(PARTS):
+            blocks = _blocks(tiles.index(i % AHEAD * PARTS + part), weight.dtype, R, CHUNK)
+            for j in gl.static_range(CHUNK * R // (64 * BLOCK)):
+                chunks += (blocks.index(j).load(early_layout()),)
+        if i + AHEAD < num_chunks(K, CHUNK):
+            gl.thread_barrier()
+            copy_chunk(
+                tiles,
+                barriers,
+                weight,
+                first_row,
+                second_row,
+                i + AHEAD,
+                i % AHEAD,
+                ROWS,
+                CHUNK,
+                PARTS,
+            )
+    return chunks
+
+
+@jit
+def _blocks(tile, dtype: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr):
+    """A chunk of a part [R, CHUNK] as blocks of 64 columns one below the other: [any, 64, 64]."""
+    return tile._reinterpret(dtype, [CHUNK * R // (64 * BLOCK), 64, BLOCK], block_memory())
+
+
 @jit
 def multiply_row(
     tiles,
@@ -113,15 +169,18 @@ def multiply_row(
     weight,
     first_row,
     second_row,
+    early,
     row,
     ROWS: tl.constexpr,
     K: tl.constexpr,
     CHUNK: tl.constexpr,
     AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """``weights @ activations`` of each part, [ROWS // PARTS, 1] each, fp32, from the weights on
-    their way (``ask_for_weights``) and the activations of :func:`take_row`."""
+    """``weights @ activations`` of each part, [ROWS // PARTS, 1] each, fp32, from the weights in
+    registers (``early``) and on their way (``ask_for_weights``) and the activations of
+    :func:`take_row`."""
     R: tl.constexpr = ROWS // PARTS
     SIDE: tl.constexpr = 64 // R  # blocks of K, one below the other
     SUMS: tl.constexpr = sums_of(SIDE)
@@ -131,23 +190,26 @@ def multiply_row(
     for _ in gl.static_range(PARTS * SUMS):
         sums += (nothing,)
     gl.thread_barrier()  # all have stored their activations
+    PRODUCTS: tl.constexpr = CHUNK // (SIDE * BLOCK)  # of a part of a chunk
     for i in gl.static_range(COUNT):
-        mbarrier.wait(barriers.index(i % AHEAD), i // AHEAD % 2)
+        if i >= EARLY:
+            mbarrier.wait(barriers.index(i % AHEAD), i // AHEAD % 2)
         for part in gl.static_range(PARTS):
-            tile = tiles.index(i % AHEAD * PARTS + part)
-            blocks = tile._reinterpret(
-                weight.dtype, [CHUNK // (SIDE * BLOCK), 64, BLOCK], block_memory()
-            )
-            for j in gl.static_range(CHUNK // (SIDE * BLOCK)):
+            blocks = _blocks(tiles.index(i % AHEAD * PARTS + part), weight.dtype, R, CHUNK)
+            for j in gl.static_range(PRODUCTS):
                 if block_of(i, j, CHUNK, SIDE) * BLOCK < K:
+                    if i < EARLY:
+                        weights = early[(i * PARTS + part) * PRODUCTS + j]
+                    else:
+                        weights = blocks.index(j)
                     product = warpgroup_mma(
-                        blocks.index(j),
+                        weights,
                         row.index(block_of(i, j, CHUNK, SIDE) // 8).permute((1, 0)),
                         sums[sum_of(i, j, part, CHUNK, SIDE)],
                         is_async=True,
                     )
                     sums = _replaced(sums, sum_of(i, j, part, CHUNK, SIDE), product)
-        if i + AHEAD < COUNT:
+        if i >= EARLY and i + AHEAD < COUNT:
             sums = warpgroup_mma_wait(0, deps=sums)
             gl.thread_barrier()
             copy_chunk(

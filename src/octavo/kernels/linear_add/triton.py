@@ -16,9 +16,13 @@ from octavo.kernels.linear.triton import (
     chunks_ahead,
     chunks_early,
     describe,
-    load_early,
 )
-from octavo.kernels.linear.triton_products import few_rows_tile, out_layout, products
+from octavo.kernels.linear.triton_products import (
+    early_weights,
+    few_rows_tile,
+    out_layout,
+    products,
+)
 from octavo.kernels.triton_launch import dependent_launches
 
 
@@ -67,6 +71,7 @@ def linear_add(
         ROWS=tile.rows,
         CHUNK=tile.chunk,
         AHEAD=tile.ahead,
+        EARLY=chunks_early(k, tile),
         S=tile.num_warps,
         M=triton.next_power_of_2(num_rows),
         ONE=tile.one_row,
@@ -97,6 +102,7 @@ def _linear_add_kernel(
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
     AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
     S: tl.constexpr,
     M: tl.constexpr,
     ONE: tl.constexpr,
@@ -108,7 +114,6 @@ def _linear_add_kernel(
     block = gl.program_id(0)
     first = block * ROWS
     FIRST: tl.constexpr = chunks_ahead(K, CHUNK, AHEAD)
-    EARLY: tl.constexpr = chunks_early(ROWS, CHUNK, FIRST, S, ONE)
     tiles, barriers = ask_for_weights(weight, first, first, ROWS, CHUNK, FIRST, 1)
     OUT: tl.constexpr = out_layout(S, ROWS, M, ONE)
     rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
@@ -117,7 +122,9 @@ def _linear_add_kernel(
     if BIAS:
         added = gl.load(bias + rows, mask=rows < n, other=0.0).to(gl.float32)
     in_x = (m < num_rows)[None, :] & (rows < n)[:, None]
-    early = load_early(tiles, barriers, ROWS, CHUNK, EARLY, S, 1)
+    early = early_weights(
+        tiles, barriers, weight, first, first, ROWS, K, CHUNK, FIRST, EARLY, S, 1, ONE
+    )
     if DEPENDENT:
         gdc_wait()
     places = x + m[None, :] * stride_x + rows[:, None]
@@ -136,6 +143,7 @@ def _linear_add_kernel(
         K,
         CHUNK,
         FIRST,
+        EARLY,
         S,
         M,
         1,

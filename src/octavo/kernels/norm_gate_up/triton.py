@@ -18,9 +18,13 @@ from octavo.kernels.linear.triton import (
     chunks_ahead,
     chunks_early,
     describe,
-    load_early,
 )
-from octavo.kernels.linear.triton_products import few_rows_tile, normed_products, out_layout
+from octavo.kernels.linear.triton_products import (
+    early_weights,
+    few_rows_tile,
+    normed_products,
+    out_layout,
+)
 from octavo.kernels.triton_launch import dependent_launches
 
 
@@ -64,6 +68,7 @@ def norm_gate_up(
         ROWS=tile.rows,
         CHUNK=tile.chunk,
         AHEAD=tile.ahead,
+        EARLY=chunks_early(k, tile),
         S=tile.num_warps,
         M=triton.next_power_of_2(num_rows),
         ONE=tile.one_row,
@@ -95,6 +100,7 @@ def _norm_gate_up_kernel(
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
     AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
     S: tl.constexpr,
     M: tl.constexpr,
     ONE: tl.constexpr,
@@ -107,7 +113,6 @@ def _norm_gate_up_kernel(
     HALF: tl.constexpr = ROWS // 2
     first = gl.program_id(0) * HALF
     FIRST: tl.constexpr = chunks_ahead(K, CHUNK, AHEAD)
-    EARLY: tl.constexpr = chunks_early(ROWS, CHUNK, FIRST, S, ONE)
     tiles, barriers = ask_for_weights(weight, first, inner + first, ROWS, CHUNK, FIRST, 2)
     OUT: tl.constexpr = out_layout(S, HALF, M, ONE)
     rows = first + gl.arange(0, HALF, layout=gl.SliceLayout(1, OUT))
@@ -115,7 +120,9 @@ def _norm_gate_up_kernel(
     if BIAS:
         gate_added = gl.load(bias + rows, mask=rows < inner, other=0.0).to(gl.float32)
         up_added = gl.load(bias + inner + rows, mask=rows < inner, other=0.0).to(gl.float32)
-    early = load_early(tiles, barriers, ROWS, CHUNK, EARLY, S, 2)
+    early = early_weights(
+        tiles, barriers, weight, first, inner + first, ROWS, K, CHUNK, FIRST, EARLY, S, 2, ONE
+    )
     if DEPENDENT:
         gdc_wait()
     gate, up = normed_products(
@@ -136,6 +143,7 @@ def _norm_gate_up_kernel(
         K,
         CHUNK,
         FIRST,
+        EARLY,
         S,
         M,
         SUMS,

@@ -15,9 +15,13 @@ from octavo.kernels.linear.triton import (
     chunks_ahead,
     chunks_early,
     describe,
-    load_early,
 )
-from octavo.kernels.linear.triton_products import few_rows_tile, normed_products, out_layout
+from octavo.kernels.linear.triton_products import (
+    early_weights,
+    few_rows_tile,
+    normed_products,
+    out_layout,
+)
 from octavo.kernels.triton_launch import dependent_launches
 
 
@@ -61,6 +65,7 @@ def norm_linear(
         ROWS=tile.rows,
         CHUNK=tile.chunk,
         AHEAD=tile.ahead,
+        EARLY=chunks_early(k, tile),
         S=tile.num_warps,
         M=triton.next_power_of_2(num_rows),
         ONE=tile.one_row,
@@ -93,6 +98,7 @@ def _norm_linear_kernel(
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
     AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
     S: tl.constexpr,
     M: tl.constexpr,
     ONE: tl.constexpr,
@@ -104,14 +110,15 @@ def _norm_linear_kernel(
         gdc_launch_dependents()
     first = gl.program_id(0) * ROWS
     FIRST: tl.constexpr = chunks_ahead(K, CHUNK, AHEAD)
-    EARLY: tl.constexpr = chunks_early(ROWS, CHUNK, FIRST, S, ONE)
     tiles, barriers = ask_for_weights(weight, first, first, ROWS, CHUNK, FIRST, 1)
     OUT: tl.constexpr = out_layout(S, ROWS, M, ONE)
     rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
     m = gl.arange(0, M, layout=gl.SliceLayout(0, OUT))
     if BIAS:
         added = gl.load(bias + rows, mask=rows < n, other=0.0).to(gl.float32)
-    early = load_early(tiles, barriers, ROWS, CHUNK, EARLY, S, 1)
+    early = early_weights(
+        tiles, barriers, weight, first, first, ROWS, K, CHUNK, FIRST, EARLY, S, 1, ONE
+    )
     if DEPENDENT:
         gdc_wait()
     y = normed_products(
@@ -132,6 +139,7 @@ def _norm_linear_kernel(
         K,
         CHUNK,
         FIRST,
+        EARLY,
         S,
         M,
         SUMS,

@@ -64,26 +64,47 @@ def choose_cut(spec: AttentionSpec, num_rows: int, longest: int, num_sms: int = 
     """The cut for steps of ``num_rows`` rows whose longest has up to ``longest`` keys. Lengths are
     taken in powers of two and halfway between, so that a growing row meets few cuts.
 
-    Measured on an H200 (bench/LOG.md, 2026-11-30): three blocks for two multiprocessors are best as
-    long as all rows together have up to 12K keys, as every share more is one more partial to merge;
-    above, two for each, as reading counts most.
+    Measured on an H200 (bench/LOG.md, 2026-12-01). Shares are whole tiles, all on their way before
+    the wait, as long as their blocks find room beside those of the products. Of more keys, three
+    blocks for two multiprocessors are best as long as several rows together have up to 12K, as
+    every share more is one more partial to merge; else two for each, as reading counts most.
     """
     if spec.split_mode != "auto":
         return _cut_as_told(spec, num_rows, longest, num_sms)
     longest = max(128, _rounded_up(min(longest, spec.window or longest)))
-    if num_rows == 1 and 128 < longest <= 256 and spec.head_dim <= 128:
-        return Cut(1, 256, num_warps=8, num_stages=1)  # a merge would cost as much as it saves
     lines = num_rows * spec.num_kv_heads
-    few = num_rows * longest <= 12288
+    if spec.head_dim <= 128:
+        choose = _tiles_of_one if num_rows == 1 else _tiles_of_several
+        if cut := choose(longest, lines, num_sms):
+            return cut
+    few = num_rows > 1 and num_rows * longest <= 12288
     splits = max(1, min((3 * num_sms // 2 if few else 2 * num_sms) // lines, -(-longest // 128)))
     if not few and longest < 1 << 16:
         splits = 1 << (splits.bit_length() - 1)  # equal shares of a power of two
-    if 1024 < longest <= 1536:
-        splits = min(splits, 8)
-    share = -(-longest // splits)
-    tokens = 128 if longest <= 1536 and share <= 192 and spec.head_dim <= 128 else 64
-    stages = min(3, -(-share // tokens), _tiles_in_memory(spec, tokens))
-    return Cut(splits, tokens, num_warps=4, num_stages=stages)
+    stages = min(3, -(-longest // (splits * 64)), _tiles_in_memory(spec, 64))
+    return Cut(splits, 64, num_warps=4, num_stages=stages)
+
+
+def _tiles_of_one(longest: int, lines: int, num_sms: int) -> Cut | None:
+    """Of one row, up to a few thousand keys: tiles of 256, or else two of 128 at once. Its products
+    leave multiprocessors free that have room for such blocks; those of several rows don't."""
+    splits = -(-longest // 256)
+    if splits > 3:  # six and twelve were faster than four and eight, some of them empty
+        splits = 3 * _power_of_2(-(-splits // 3))
+    if splits * lines <= num_sms:
+        return Cut(splits, 256, num_warps=8, num_stages=1)
+    splits = 1 << (max(1, num_sms // lines).bit_length() - 1)
+    return Cut(splits, 128, num_warps=8, num_stages=2) if longest <= 384 * splits else None
+
+
+def _tiles_of_several(longest: int, lines: int, num_sms: int) -> Cut | None:
+    """A tile of 128 keys a share, if there is room for all of them."""
+    splits = -(-longest // 128)
+    if splits == 1 and num_sms // lines == 2:  # half of the multiprocessors would have nothing
+        return Cut(2, 64, num_warps=4, num_stages=1)
+    if 2 * splits * lines > 3 * num_sms:
+        return None
+    return Cut(splits, 128, num_warps=4, num_stages=1)
 
 
 def _cut_as_told(spec: AttentionSpec, num_rows: int, longest: int, num_sms: int) -> Cut:

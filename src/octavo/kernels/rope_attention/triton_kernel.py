@@ -18,7 +18,7 @@ from octavo.kernels.rope_attention.triton_layouts import (
     tile_memory,
 )
 from octavo.kernels.rope_attention.triton_merge import merge_shares, merge_warps, write_answers
-from octavo.kernels.rope_attention.triton_new import begin_softmax, cap, new_tile, query_of
+from octavo.kernels.rope_attention.triton_new import cap, new_tile, query_of, score_new
 
 
 @jit(do_not_specialize=["stride_table"])
@@ -135,24 +135,20 @@ def rope_attention_kernel(
         ROTARY,
         BLOCK_SIZE,
         QK_NORM,
+        STAGES,
         W,
         G,
         D,
         DEPENDENT,
     )
     query = query_of(new_rows, W, G, D)
-    m, l, acc = begin_softmax(
-        new_rows, new_value, query, ends_row, scale, soft_cap, SOFT_CAP, GROUP, W, G, D
-    )
+    new_scores = score_new(new_rows, query, scale, soft_cap, SOFT_CAP, GROUP, W, G, D)
     m, l, acc = _read_history(
         k_tiles,
         v_tiles,
         blocks,
         *history,
         query,
-        m,
-        l,
-        acc,
         scale,
         soft_cap,
         SOFT_CAP,
@@ -168,7 +164,7 @@ def rope_attention_kernel(
         D,
     )
     HEADS: tl.constexpr = next_power_of_2(GROUP)
-    m, l, acc = merge_warps(m, l, acc, HEADS, G, W, D)
+    m, l, acc = merge_warps(m, l, acc, new_scores, new_value, ends_row, HEADS, G, W, D)
 
     MERGED_WARPS: tl.constexpr = gl.SliceLayout(0, merge_layout(W, HEADS, D, W))
     heads = gl.arange(0, HEADS, layout=gl.SliceLayout(1, MERGED_WARPS))
@@ -241,9 +237,6 @@ def _read_history(
     start,
     stop,
     query,
-    m,
-    l,
-    acc,
     scale,
     soft_cap,
     SOFT_CAP: tl.constexpr,
@@ -258,49 +251,83 @@ def _read_history(
     G: tl.constexpr,
     D: tl.constexpr,
 ):
-    """The warps' partials ``m``, ``l`` [W, G] and ``acc`` [W, G, D] after the tiles from ``first``
-    up to ``stop``; of those behind, each begins to be copied when there is room for it."""
+    """The warps' partials ``m``, ``l`` [W, G] and ``acc`` [W, G, D] of the tiles from ``first`` up
+    to ``stop``, of which the first is there; of those behind, each begins to be copied when there
+    is room for it."""
     TOKENS: tl.constexpr = W * KEYS
     MMA: tl.constexpr = score_layout(W)
-    QUERY: tl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    KEY: tl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    warp = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, MMA)))
-    key_of_warp = gl.arange(0, KEYS, layout=gl.SliceLayout(0, gl.SliceLayout(1, MMA)))
-    key_of_tile = warp[:, None, None] * KEYS + key_of_warp[None, None, :]
+    of_share = (start, stop, scale, soft_cap)
+    scores = _scores(k_tiles.index(0), query, first, *of_share, SOFT_CAP, WINDOW, W, KEYS, G)
+    m = gl.max(scores, 2)
+    weights = gl.exp2(scores - gl.where(m == float("-inf"), 0.0, m)[:, :, None])
+    l = gl.sum(weights, 2)
+    acc = _weigh(weights, v_tiles.index(0), gl.zeros([W, G, D], gl.float32, layout=MMA), W)
     tiles = (stop - first + TOKENS - 1) // TOKENS
-    for i in range(tiles):
+    for i in range(1, tiles):
+        # Tile i + STAGES - 1 comes where tile i - 1 was.
+        ahead = first + (i + STAGES - 1) * TOKENS
+        if ahead < stop:
+            gl.thread_barrier()  # all warps are through with the tile that is overwritten
+            slot = (i - 1) % STAGES
+            tile = (k_tiles.index(slot), v_tiles.index(slot), ahead)
+            places = (k_head, v_head, blocks, start, stop)
+            _copy_tile(*tile, *places, K_STRIDES, V_STRIDES, HEAD_DIM, BLOCK_SIZE, W, KEYS, D)
+            blocks = _blocks(table, ahead + TOKENS, start, stop, BLOCK_SIZE, W, KEYS, D)
+        async_copy.commit_group()
         async_copy.wait_group(STAGES - 1)
         gl.thread_barrier()
-        k_tile, v_tile = k_tiles.index(i % STAGES), v_tiles.index(i % STAGES)
-        k = k_tile.permute((0, 2, 1)).load(KEY)
-        scores = mma_v2(query, k, gl.zeros([W, G, KEYS], gl.float32, layout=MMA)) * scale
-        if SOFT_CAP:
-            scores = cap(scores, soft_cap)
-        key = first + i * TOKENS + key_of_tile
-        valid = key < stop
-        if WINDOW:
-            valid &= key >= start
-        scores = gl.where(valid, scores, float("-inf"))
+        place = first + i * TOKENS
+        k_tile = k_tiles.index(i % STAGES)
+        scores = _scores(k_tile, query, place, *of_share, SOFT_CAP, WINDOW, W, KEYS, G)
         new_m = gl.maximum(m, gl.max(scores, 2))
         yardstick = gl.where(new_m == float("-inf"), 0.0, new_m)
         discount = gl.exp2(m - yardstick)
         weights = gl.exp2(scores - yardstick[:, :, None])
         l = l * discount + gl.sum(weights, 2)
+        acc = _weigh(weights, v_tiles.index(i % STAGES), acc * discount[:, :, None], W)
         m = new_m
-        v = v_tile.load(KEY)
-        weights = gl.convert_layout(weights.to(v.dtype), QUERY)
-        acc = mma_v2(weights, v, acc * discount[:, :, None])
-        ahead = first + (i + STAGES) * TOKENS
-        if ahead < stop:
-            gl.thread_barrier()  # all warps are through with the tile that is overwritten
-            tile = (k_tile, v_tile, ahead)
-            places = (k_head, v_head, blocks, start, stop)
-            _copy_tile(*tile, *places, K_STRIDES, V_STRIDES, HEAD_DIM, BLOCK_SIZE, W, KEYS, D)
-            blocks = _blocks(table, ahead + TOKENS, start, stop, BLOCK_SIZE, W, KEYS, D)
-        async_copy.commit_group()
     async_copy.wait_group(0)
     gl.thread_barrier()
     return m, l, acc
+
+
+@jit
+def _scores(
+    k_tile,
+    query,
+    first,
+    start,
+    stop,
+    scale,
+    soft_cap,
+    SOFT_CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    W: tl.constexpr,
+    KEYS: tl.constexpr,
+    G: tl.constexpr,
+):
+    """Of the tile from ``first`` on [W, G, KEYS], in base 2; -inf outside [start, stop)."""
+    MMA: tl.constexpr = score_layout(W)
+    k = k_tile.permute((0, 2, 1)).load(gl.DotOperandLayout(1, MMA, 2))
+    scores = mma_v2(query, k, gl.zeros([W, G, KEYS], gl.float32, layout=MMA)) * scale
+    if SOFT_CAP:
+        scores = cap(scores, soft_cap)
+    warp = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, MMA)))
+    key = gl.arange(0, KEYS, layout=gl.SliceLayout(0, gl.SliceLayout(1, MMA)))
+    key = first + warp[:, None, None] * KEYS + key[None, None, :]
+    valid = key < stop
+    if WINDOW:
+        valid &= key >= start
+    return gl.where(valid, scores, float("-inf"))
+
+
+@jit
+def _weigh(weights, v_tile, acc, W: tl.constexpr):
+    """``acc`` [W, G, D] and the tile's values by ``weights`` [W, G, KEYS]."""
+    MMA: tl.constexpr = score_layout(W)
+    v = v_tile.load(gl.DotOperandLayout(1, MMA, 2))
+    weights = gl.convert_layout(weights.to(v.dtype), gl.DotOperandLayout(0, MMA, 2))
+    return mma_v2(weights, v, acc)
 
 
 @jit

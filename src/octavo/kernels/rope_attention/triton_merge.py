@@ -11,9 +11,21 @@ from octavo.kernels.rope_attention.triton_layouts import acc_memory, merge_layou
 
 
 @jit
-def merge_warps(m, l, acc, HEADS: tl.constexpr, G: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
-    """Of each warp's partial, ``m`` and ``l`` [W, G] and ``acc`` [W, G, D], one of the block, by
-    way of shared memory: [HEADS], [HEADS], [HEADS, D]."""
+def merge_warps(
+    m,
+    l,
+    acc,
+    new_scores,
+    new_value,
+    has_new,
+    HEADS: tl.constexpr,
+    G: tl.constexpr,
+    W: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Of each warp's partial, ``m`` and ``l`` [W, G] and ``acc`` [W, G, D], and, with ``has_new``,
+    of the new key's scores [W, G] and its value in shared memory [1, D], one of the block: [HEADS],
+    [HEADS], [HEADS, D]."""
     ROWS: tl.constexpr = 8 if HEADS <= 8 else G
     if HEADS <= 8:  # the other half's rows are no queries
         halves = acc.reshape([W, G // 8, 8, D])
@@ -24,14 +36,24 @@ def merge_warps(m, l, acc, HEADS: tl.constexpr, G: tl.constexpr, W: tl.constexpr
     accs.store(acc)
     ms.store(m)
     ls.store(l)
+    news = gl.allocate_shared_memory(
+        gl.float32, [W, G], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]), new_scores
+    )
     gl.thread_barrier()
     ALL: tl.constexpr = merge_layout(W, HEADS, D, W)
-    return merge(
+    ANSWER: tl.constexpr = gl.SliceLayout(0, ALL)
+    new_m = news.slice(0, 1, dim=0).slice(0, HEADS, dim=1).load(gl.SliceLayout(2, ALL))
+    new_m = gl.convert_layout(gl.sum(new_m, 0), gl.SliceLayout(1, ANSWER))
+    value = new_value.load(ANSWER).to(gl.float32)
+    top, new_weight, l, acc = merge(
         ms.slice(0, HEADS, dim=1).load(gl.SliceLayout(2, ALL)),
         ls.slice(0, HEADS, dim=1).load(gl.SliceLayout(2, ALL)),
         accs.slice(0, HEADS, dim=1).load(ALL),
+        gl.where(has_new, new_m, float("-inf")),
         ALL,
     )
+    acc += new_weight[:, None] * gl.where(has_new, value, 0.0)
+    return top, l + new_weight, acc
 
 
 @jit
@@ -77,27 +99,24 @@ def merge_shares(
             mask=there[:, :, None] & (column < HEAD_DIM)[None, None, :],
             other=0.0,
         )
-        next_m, next_l, next_acc = merge(part_max, part_sum, values, PARTS)
-        new_m = gl.maximum(m, next_m)
-        yardstick = gl.where(new_m == float("-inf"), 0.0, new_m)
-        discount, weight = gl.exp2(m - yardstick), gl.exp2(next_m - yardstick)
-        l = l * discount + next_l * weight
-        acc = acc * discount[:, None] + next_acc * weight[:, None]
-        m = new_m
+        m, discount, next_l, next_acc = merge(part_max, part_sum, values, m, PARTS)
+        l = l * discount + next_l
+        acc = acc * discount[:, None] + next_acc
     write_answers(m, l, acc, heads, dv, outs, lse, first_head, LSE, GROUP, HEAD_DIM)
 
 
 @jit
-def merge(m, l, acc, layout: tl.constexpr):
-    """Of partials ``m``, ``l`` [P, heads] and ``acc`` [P, heads, D], not divided, one: [heads],
-    [heads], [heads, D]."""
-    top = gl.max(m, 0)
-    yardstick = gl.where(top == float("-inf"), 0.0, top)
-    weights = gl.exp2(m - yardstick[None, :])
+def merge(m, l, acc, other_m, layout: tl.constexpr):
+    """Of partials ``m``, ``l`` [P, heads] and ``acc`` [P, heads, D], not divided, and another of
+    which only ``other_m`` [heads] is given: ``m`` of all, the other's weight, and ``l`` and ``acc``
+    of those given as a whole: [heads], [heads], [heads], [heads, D]."""
     OF_HEADS: tl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, layout))
-    top = gl.convert_layout(top, OF_HEADS)
+    top = gl.maximum(gl.convert_layout(gl.max(m, 0), OF_HEADS), other_m)
+    yardstick = gl.where(top == float("-inf"), 0.0, top)
+    of_parts = gl.convert_layout(yardstick, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    weights = gl.exp2(m - of_parts[None, :])
     total = gl.convert_layout(gl.sum(l * weights, 0), OF_HEADS)
-    return top, total, gl.sum(acc * weights[:, :, None], 0)
+    return top, gl.exp2(other_m - yardstick), total, gl.sum(acc * weights[:, :, None], 0)
 
 
 @jit

@@ -1,4 +1,4 @@
-"""The fused attention kernel, device side: the new token, and what is made of it.
+"""The fused attention kernel, device side: the new token's query, key and value.
 
 A KV head's group of queries, its new key and its new value are rows of one tile [G, D], normed and
 turned together: queries first, then the key, then the value.
@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from octavo.kernels.gluon import gl, jit, mma_v2
+from octavo.kernels.gluon import async_copy, gl, jit, mma_v2
 from octavo.kernels.rope_attention.triton_layouts import (
     aligned,
     new_layout,
@@ -43,6 +43,7 @@ def new_tile(
     ROTARY: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     QK_NORM: tl.constexpr,
+    STAGES: tl.constexpr,
     W: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -50,7 +51,8 @@ def new_tile(
 ):
     """Shared memory [G, D] with the new rows in the cache's dtype, and [1, D] with the value; key
     and value are stored in the cache too, by the block whose share ends the row. Waits for the
-    kernel in front, before ``qkv`` is read and after all else is."""
+    kernel in front, before ``qkv`` is read and after all else is. Behind the barrier at its end,
+    the first of ``STAGES`` tiles is there as well."""
     NEW: tl.constexpr = new_layout(W, D)
     g = gl.arange(0, G, layout=gl.SliceLayout(1, NEW))
     d = gl.arange(0, D, layout=gl.SliceLayout(0, NEW))
@@ -96,6 +98,7 @@ def new_tile(
         rotated,
         mask=(is_value & is_stored)[:, None] & in_head[None, :],
     )
+    async_copy.wait_group(STAGES - 1)
     gl.thread_barrier()
     return rows, unswizzled.slice(GROUP + 1, 1, dim=0)
 
@@ -129,14 +132,10 @@ def _turn(
     by = cosine[None, :]
     by_partner = gl.where(d < HALF, -sine, sine)[None, :]
     if QK_NORM:
-        q_gain = gl.load(q_norm + d, mask=in_head, other=0.0)[None, :]
-        q_gain_partner = gl.load(q_norm + partner, mask=in_head, other=0.0)[None, :]
-        k_gain = gl.load(k_norm + d, mask=in_head, other=0.0)[None, :]
-        k_gain_partner = gl.load(k_norm + partner, mask=in_head, other=0.0)[None, :]
-        by = gl.where(is_query[:, None], q_gain * by, k_gain * by)
-        by_partner = gl.where(
-            is_query[:, None], q_gain_partner * by_partner, k_gain_partner * by_partner
-        )
+        gains = gl.where(is_query, q_norm, k_norm)[:, None]
+        by = gl.load(gains + d[None, :], mask=in_head[None, :], other=0.0) * by
+        of_partner = gl.load(gains + partner[None, :], mask=in_head[None, :], other=0.0)
+        by_partner = of_partner * by_partner
     by = gl.where(is_value[:, None], 1.0, by)
     by_partner = gl.where(is_value[:, None], 0.0, by_partner)
     return by, by_partner, partner
@@ -150,11 +149,9 @@ def query_of(new_rows, W: tl.constexpr, G: tl.constexpr, D: tl.constexpr):
 
 
 @jit
-def begin_softmax(
+def score_new(
     new_rows,
-    new_value,
     query,
-    ends_row,
     scale,
     soft_cap,
     SOFT_CAP: tl.constexpr,
@@ -163,25 +160,17 @@ def begin_softmax(
     G: tl.constexpr,
     D: tl.constexpr,
 ):
-    """``m``, ``l`` [W, G] and ``acc`` [W, G, D] of every warp before any history: the new key and
-    value in the first warp of the block whose share ends the row, nothing in all others."""
+    """The queries' scores of the new key, [W, G], the same in every warp."""
     MMA: tl.constexpr = score_layout(W)
     KEY: tl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    NEW_KEYS: tl.constexpr = 8 if GROUP < 8 else G
-    new_key = new_rows.slice(0, NEW_KEYS, dim=0).permute((1, 0)).load(gl.SliceLayout(0, KEY))
-    new_key = _for_every_warp(new_key, [W, D, NEW_KEYS], KEY)
-    scores = mma_v2(query, new_key, gl.zeros([W, G, NEW_KEYS], gl.float32, layout=MMA)) * scale
+    KEYS: tl.constexpr = 8 if GROUP < 8 else G
+    new_key = new_rows.slice(0, KEYS, dim=0).permute((1, 0)).load(gl.SliceLayout(0, KEY))
+    new_key = _for_every_warp(new_key, [W, D, KEYS], KEY)
+    scores = mma_v2(query, new_key, gl.zeros([W, G, KEYS], gl.float32, layout=MMA)) * scale
     if SOFT_CAP:
         scores = cap(scores, soft_cap)
-    key_of_new = gl.arange(0, NEW_KEYS, layout=gl.SliceLayout(0, gl.SliceLayout(1, MMA)))
-    warp = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, MMA)))
-    m = gl.sum(gl.where((key_of_new == GROUP)[None, None, :], scores, 0.0), 2)
-    has_new = ((warp == 0) & ends_row)[:, None]
-    m = gl.where(has_new, m, float("-inf"))
-    l = gl.where(has_new & (m == m), 1.0, 0.0)
-    value = new_value.load(gl.SliceLayout(0, MMA)).to(gl.float32)
-    acc = gl.zeros([W, G, D], gl.float32, layout=MMA)
-    return m, l, gl.where(has_new[:, :, None], value[None, :, :], acc)
+    of_key = gl.arange(0, KEYS, layout=gl.SliceLayout(0, gl.SliceLayout(1, MMA))) == GROUP
+    return gl.sum(gl.where(of_key[None, None, :], scores, 0.0), 2)
 
 
 @jit
