@@ -54,7 +54,7 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, tile: Tile, *, activation: s
     dependent = dependent_launches()
     grid = triton.cdiv(num_rows, tile.tokens), n // tile.rows, tile.parts
     _kernel[grid](
-        _described(_all_rows(x, tile.tokens), tile.tokens, tile.step),
+        _described(all_rows(x, tile.tokens), tile.tokens, tile.step),
         _described(weight, tile.rows, tile.step),
         out,
         num_rows,
@@ -74,7 +74,7 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, tile: Tile, *, activation: s
     )
 
 
-def _all_rows(x: Tensor, tokens: int) -> Tensor:
+def all_rows(x: Tensor, tokens: int) -> Tensor:
     """``x`` [T, K] with the rows behind it up to whole tiles, if there is memory for all of them;
     whatever lies there, of a row only its own result depends on it."""
     (rows, k), padded = x.shape, -(-len(x) // tokens) * tokens
