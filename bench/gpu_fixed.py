@@ -173,7 +173,8 @@ class Chain:
 
 
 def default(name: str, num_rows: int) -> Wide:
-    return choose_wide("add" if name == "out" else name, num_rows)
+    side = {"linear": 1, "gate_up": 2}.get(name, 4)
+    return choose_wide("add" if name == "out" else name, num_rows, side)
 
 
 def check(name: str, wide: Wide) -> str:

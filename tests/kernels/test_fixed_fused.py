@@ -24,7 +24,7 @@ from octavo.kernels.norm_linear import reference as norm_linear_reference
 
 torch.set_num_threads(1)
 EPS = 1e-6
-SHAPES = [(40, 192), (33, 1000), (64, 2048)]  # N, K
+SHAPES = [(40, 192), (33, 1000), (64, 2048), (24, 5120)]  # N, K
 ROWS = [1, 3, MAX_ROWS, MAX_ROWS + 1, 70]
 
 

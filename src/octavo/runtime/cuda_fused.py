@@ -103,10 +103,10 @@ def fused_ways(
 
 
 def most_rows(spec: DecoderSpec) -> int:
-    """Up to how many rows fixed products are taken where they needn't be. In blocks of 32 by 32
-    they read the weights of a step of 64 rows four times over, from the L2. A step beside the
-    library's (``bench/gpu_engine.py steps``): Qwen3-0.6B 0.71 to 0.83 at 17 rows, 0.79 to 0.95 at
-    32, 1.00 at 48; 1.7B 0.91 at 17, 0.97 at 32, 1.35 at 64; 4B 1.19 at 17."""
+    """Up to how many rows fixed products are taken where they needn't be. A step beside the
+    library's (``bench/gpu_engine.py steps``), by the kernels of 2026-11-30: Qwen3-0.6B 0.71 to 0.83
+    at 17 rows, 0.79 to 0.95 at 32, 1.00 at 48; 1.7B 0.91 at 17, 0.97 at 32, 1.35 at 64; 4B 1.19 at
+    17. Today's are faster, and so are the others: up to where they pay isn't measured again."""
     return MOST_ROWS if spec.hidden_size <= 2048 else 0
 
 

@@ -28,7 +28,7 @@ from octavo.kernels.norm_gate_up import triton as row_gate_up
 from octavo.kernels.norm_linear import triton as row_linear
 from octavo.kernels.triton_launch import dependent_launches
 
-COLUMNS = int(BLOCK.value)  # of K, that belong to one sum
+WIDTH = int(BLOCK.value)  # columns of K that belong to one sum
 
 
 def row_tile(weight: Tensor, parts: int = 1) -> Tile:
@@ -58,7 +58,6 @@ def norm_linear(
         tile = row_tile(weight)
         row_linear.norm_linear(h, squares, weight, out, eps=eps, bias=bias, tile=tile)
         return
-    wide = wide or choose_wide("linear", len(h))
     _launch_linear(h, squares, weight, out, len(weight), eps, bias, 1, wide)
 
 
@@ -81,7 +80,6 @@ def norm_gate_up(
             h, squares, weight, out, eps=eps, activation=activation, bias=bias, tile=tile
         )
         return
-    wide = wide or choose_wide("gate_up", len(h))
     silu = activation == "silu"
     _launch_linear(h, squares, weight, out, len(weight) // 2, eps, bias, 2, wide, silu=silu)
 
@@ -109,8 +107,9 @@ def linear_add(
         tile = add_tile(weight)
         row_add.linear_add(y, weight, x, norm, h, squares, bias=bias, tile=tile)
         return
-    wide = wide or choose_wide("add", num_rows)
-    constants = _constants(add_tile(weight), weight.shape[1], 1, wide)
+    side = _side(add_tile(weight), 1)
+    wide = wide or choose_wide("add", num_rows, side)
+    constants = _constants(side, weight.shape[1], 1, wide)
     wide_add_kernel[(triton.cdiv(num_rows, wide.tokens), triton.cdiv(n, constants["R"]))](
         _describe(all_rows(y, wide.tokens), wide.tokens, constants["ACROSS"]),
         _describe(weight, constants["R"], constants["ACROSS"]),
@@ -138,12 +137,14 @@ def _launch_linear(
     eps: float,
     bias: Tensor | None,
     parts: int,
-    wide: Wide,
+    wide: Wide | None,
     *,
     silu: bool = False,
 ) -> None:
     num_rows, num_squares = squares.shape
-    constants = _constants(row_tile(weight, parts), weight.shape[1], parts, wide)
+    side = _side(row_tile(weight, parts), parts)
+    wide = wide or choose_wide("linear" if parts == 1 else "gate_up", num_rows, side)
+    constants = _constants(side, weight.shape[1], parts, wide)
     wide_linear_kernel[(triton.cdiv(num_rows, wide.tokens), triton.cdiv(n, constants["R"]))](
         _describe(all_rows(h, wide.tokens), wide.tokens, constants["ACROSS"]),
         squares,
@@ -160,19 +161,23 @@ def _launch_linear(
         BIAS=bias is not None,
         SILU=silu,
         PARTS=parts,
-        SQUARES_=triton.next_power_of_2(num_squares),
+        COLUMNS=triton.next_power_of_2(num_squares),
         **constants,
     )
 
 
-def _constants(tile: Tile, k: int, parts: int, wide: Wide) -> dict[str, Any]:
-    side = 64 * parts // tile.rows
+def _side(tile: Tile, parts: int) -> int:
+    """How many blocks of columns lie below one another in an instruction for one row."""
+    return 64 * parts // tile.rows
+
+
+def _constants(side: int, k: int, parts: int, wide: Wide) -> dict[str, Any]:
     sums = sums_of(side)
     across = min(side, wide.across)
-    blocks = triton.cdiv(k, COLUMNS * side * sums)  # of a sum
+    blocks = triton.cdiv(k, WIDTH * side * sums)  # of a sum
     depth = next(d for d in (3, 2, 1) if blocks % d == 0)
     steps = side // across * sums * blocks // depth
-    step_bytes = (64 + wide.tokens * across) * depth * COLUMNS * 2
+    step_bytes = (64 + wide.tokens * across) * depth * WIDTH * 2
     dependent = dependent_launches()
     return {
         "T": wide.tokens,
@@ -191,7 +196,7 @@ def _constants(tile: Tile, k: int, parts: int, wide: Wide) -> dict[str, Any]:
 
 
 def _describe(matrix: Tensor, rows: int, across: int) -> Any:
-    """What the copy engine must know of a matrix [N, K] to copy so many rows of neighbouring
-    blocks."""
-    block = [rows, across * COLUMNS]
+    """What the copy engine must know of a matrix [N, K] to copy so many rows of ``across``
+    neighbouring blocks."""
+    block = [rows, across * WIDTH]
     return TensorDescriptor.from_tensor(matrix, block, tile_memory(*block))

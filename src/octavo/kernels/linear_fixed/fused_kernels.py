@@ -91,9 +91,9 @@ def ask_for_weights(
     STAGES: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Shared memory [STAGES * PARTS, R, columns], into which the first steps of the rows from
-    ``first_row`` on, and in a second part those from ``second_row`` on, are being copied; and a
-    barrier for each, which waits for activations too. What lies outside becomes zero."""
+    """Shared memory [STAGES * DEPTH * PARTS, R, columns], into which the first steps of the rows
+    from ``first_row`` on, and in a second part those from ``second_row`` on, are being copied; and
+    a barrier for each, which waits for activations too. What lies outside becomes zero."""
     ws = gl.allocate_shared_memory(
         weight.dtype, [STAGES * DEPTH * PARTS, R, ACROSS * BLOCK], tile_memory(R, ACROSS * BLOCK)
     )
@@ -217,6 +217,49 @@ def ask_for_activations(
 
 
 @jit
+def refill(
+    ws,
+    xs,
+    barriers,
+    weight,
+    first_row,
+    second_row,
+    x,
+    token,
+    step,
+    T: tl.constexpr,
+    R: tl.constexpr,
+    ACROSS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    COUNT: tl.constexpr,
+    SUMS: tl.constexpr,
+    SIDE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Begin to copy a step where one lies that has been multiplied."""
+    gl.thread_barrier()  # by all warps
+    copy_weights(
+        ws,
+        barriers,
+        weight,
+        first_row,
+        second_row,
+        step,
+        T,
+        R,
+        ACROSS,
+        DEPTH,
+        COUNT,
+        SUMS,
+        SIDE,
+        STAGES,
+        PARTS,
+    )
+    copy_activations(xs, barriers, x, token, step, ACROSS, DEPTH, COUNT, SUMS, SIDE, STAGES)
+
+
+@jit
 def multiply_step(
     ws,
     xs,
@@ -279,13 +322,15 @@ def multiply(
                 turns = with_turn(turns, waiting[0], ACROSS)
                 waiting = ()
             if first - 1 + STAGES < STEPS:
-                gl.thread_barrier()  # all warps are through with the step that is overwritten
-                copy_weights(
+                refill(
                     ws,
+                    xs,
                     barriers,
                     weight,
                     first_row,
                     second_row,
+                    x,
+                    token,
                     first - 1 + STAGES,
                     T,
                     R,
@@ -296,31 +341,20 @@ def multiply(
                     SIDE,
                     STAGES,
                     PARTS,
-                )
-                copy_activations(
-                    xs,
-                    barriers,
-                    x,
-                    token,
-                    first - 1 + STAGES,
-                    ACROSS,
-                    DEPTH,
-                    COUNT,
-                    SUMS,
-                    SIDE,
-                    STAGES,
                 )
         for step in range(first + 1, first + COUNT):
             acc = multiply_step(ws, xs, barriers, acc, step, True, N, DEPTH, STAGES)
             acc = warpgroup_mma_wait(num_outstanding=DEPTH, deps=(acc,))
             if step - 1 + STAGES < STEPS:
-                gl.thread_barrier()
-                copy_weights(
+                refill(
                     ws,
+                    xs,
                     barriers,
                     weight,
                     first_row,
                     second_row,
+                    x,
+                    token,
                     step - 1 + STAGES,
                     T,
                     R,
@@ -331,19 +365,6 @@ def multiply(
                     SIDE,
                     STAGES,
                     PARTS,
-                )
-                copy_activations(
-                    xs,
-                    barriers,
-                    x,
-                    token,
-                    step - 1 + STAGES,
-                    ACROSS,
-                    DEPTH,
-                    COUNT,
-                    SUMS,
-                    SIDE,
-                    STAGES,
                 )
         before = acc
     before = warpgroup_mma_wait(num_outstanding=0, deps=(before,))
@@ -358,11 +379,12 @@ def multiply(
     gl.thread_barrier()
     parts = ()
     for part in gl.static_range(PARTS):
+        own = 0.0
         for block in gl.static_range(KEPT * ACROSS):
             tile = memory.index(block // ACROSS)
             tile = tile.slice((part * ACROSS + block % ACROSS) * R, R, dim=0)
             tile = tile.slice(block % ACROSS * T, T, dim=1).load(out_layout(R, T))
-            own = tile if block == 0 else own + tile  # type: ignore[has-type]
+            own = tile if block == 0 else own + tile
         parts += (own,)
     return parts
 
@@ -386,15 +408,16 @@ def joined(waiting, value, i: tl.constexpr):
         for j in gl.static_range(len(waiting) - 1):
             rest += (waiting[j],)
         waiting = rest
-    return (*waiting, value)
+    waiting += (value,)
+    return waiting
 
 
 @jit
-def take_squares(squares, stride, token, num_rows, parts, T: tl.constexpr, SQUARES_: tl.constexpr):
-    """The sums [T, SQUARES_] that the blocks that wrote x have left."""
-    L: tl.constexpr = squares_layout(T, SQUARES_)
+def take_squares(squares, stride, token, num_rows, parts, T: tl.constexpr, COLUMNS: tl.constexpr):
+    """The sums [T, COLUMNS] that the blocks that wrote x have left."""
+    L: tl.constexpr = squares_layout(T, COLUMNS)
     m = token + gl.arange(0, T, layout=gl.SliceLayout(1, L))
-    p = gl.arange(0, SQUARES_, layout=gl.SliceLayout(0, L))
+    p = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))
     there = (m < num_rows)[:, None] & (p < parts)[None, :]
     return gl.load(squares + m[:, None] * stride + p[None, :], mask=there, other=0.0)
 
@@ -431,7 +454,7 @@ def wide_linear_kernel(
     SIDE: tl.constexpr,
     STAGES: tl.constexpr,
     PARTS: tl.constexpr,
-    SQUARES_: tl.constexpr,
+    COLUMNS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Grid: (tiles of tokens, of weight rows). ``n`` are the rows of ``out``: with two parts those
@@ -452,7 +475,7 @@ def wide_linear_kernel(
     if DEPENDENT:
         gdc_wait()
     xs = ask_for_activations(barriers, h, token, T, ACROSS, DEPTH, COUNT, SUMS, SIDE, STAGES)
-    sums = take_squares(squares, stride_squares, token, num_rows, parts, T, SQUARES_)
+    sums = take_squares(squares, stride_squares, token, num_rows, parts, T, COLUMNS)
     scale = inverse_rms(sums, eps, K, R, T)
     products = multiply(
         ws,

@@ -69,16 +69,20 @@ class Wide:
     shared_kb: int
 
 
-def choose_wide(kernel: Literal["linear", "gate_up", "add"], num_rows: int) -> Wide:
-    """The tile for so many rows, more than one; measured on an H200 with Qwen3-0.6B's weights
-    (bench/LOG.md)."""
-    if kernel == "linear":
-        tokens, shared_kb = 16 if num_rows <= 32 else 32 if num_rows <= 128 else 64, 200
+def choose_wide(kernel: Literal["linear", "gate_up", "add"], num_rows: int, side: int) -> Wide:
+    """The tile for so many rows, more than one, where one row's has ``side`` neighbouring blocks of
+    columns; measured on an H200 with Qwen3-0.6B's weights (bench/LOG.md, 2026-12-01)."""
+    across, shared_kb = 1, 200
+    if kernel == "add":
+        across, tokens = (4, 16) if num_rows <= 32 else (2, 16) if num_rows <= 64 else (2, 32)
     elif kernel == "gate_up":
-        tokens, shared_kb = 16 if num_rows <= 16 else 32 if num_rows <= 64 else 64, 200
+        tokens = 16 if num_rows <= 16 else 32 if num_rows <= 64 else 64
+        shared_kb = 200 if num_rows <= 32 else 108  # two blocks to a multiprocessor
     else:
-        tokens, shared_kb = 16 if num_rows <= 64 else 32, 200
-    if num_rows > (32 if kernel == "gate_up" else 64) and kernel != "add":
-        shared_kb = 108  # two blocks to a multiprocessor
-    across = 1 if kernel != "add" else 4 if num_rows <= 32 else 2
-    return Wide(across, 8 if num_rows <= 8 else tokens, shared_kb)
+        tokens = 16 if num_rows <= 32 else 32 if num_rows <= 128 else 64
+        shared_kb = 200 if num_rows <= 64 else 108
+    if num_rows <= 8:
+        tokens = 8
+    if side > 2 and across == 1:
+        tokens = min(32, tokens)  # of 64 the sums would be spilled
+    return Wide(across, tokens, shared_kb)
