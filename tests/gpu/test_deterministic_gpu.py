@@ -24,11 +24,12 @@ from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError
 from octavo.kernels.linear_add.reference import linear_add
 from octavo.kernels.linear_fixed import fused, reference
-from octavo.kernels.linear_fixed.tiles import Kind, Tile
+from octavo.kernels.linear_fixed.tiles import GROUP, Kind, Tile, Wide
 from octavo.kernels.linear_fixed.triton import linear_fixed, make_counters
 from octavo.kernels.norm_gate_up.reference import norm_gate_up
 from octavo.kernels.norm_linear.reference import norm_linear
 from octavo.kernels.rope_attention.triton import choose_cut
+from octavo.kernels.triton_launch import has_warpgroups
 from octavo.outputs import RequestOutput
 
 pytestmark = pytest.mark.skipif(
@@ -84,25 +85,33 @@ def test_a_row_of_a_product_is_the_same_in_any_tile(n: int, k: int, kind: Kind) 
 
 # ---- fused steps
 
-MANY = [1, 2, 5, 8, 16, 17, 40, 64, 100, 129, 250]
+needs_warpgroups = pytest.mark.skipif(
+    not torch.cuda.is_available() or not has_warpgroups(), reason="needs a Hopper GPU"
+)
+MANY = [1, 2, 5, 8, 15, 16, 17, 40, 63, 64, 65, 100, 129, 255, 256]
 
 
-def rows_of(count: int, most: int = 250) -> list[slice]:
+def rows_of(count: int, most: int = 256) -> list[slice]:
     """Places of so many rows among all."""
     return [slice(first, first + count) for first in {0, (most - count) // 2, most - count}]
 
 
+@needs_warpgroups
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(
-    ("n", "k"), [(4096, 1024), (1024, 2048), (1024, 3072), (896, 896), (576, 192)]
+    ("n", "k"),
+    [
+        *((4096, 1024), (1024, 2048), (1024, 3072), (896, 896), (576, 192)),
+        *((2048, 6144), (2560, 9728), (136, 1000)),
+    ],
 )
 def test_a_row_of_a_fused_product_is_the_same_in_any_batch(n: int, k: int, biased: bool) -> None:
     torch.manual_seed(0)
-    weight, y = (torch.randn(m, k, device="cuda", dtype=torch.bfloat16) for m in (n, 250))
+    weight, y = (torch.randn(m, k, device="cuda", dtype=torch.bfloat16) for m in (n, 256))
     weight *= k**-0.5
     bias = torch.randn(n, device="cuda", dtype=torch.bfloat16) if biased else None
-    squares, norm = torch.rand(250, 64, device="cuda") * k / 32, torch.rand(n, device="cuda")
-    stream = torch.randn(250, n, device="cuda")
+    squares, norm = torch.rand(256, 64, device="cuda") * k / 32, torch.rand(n, device="cuda")
+    stream = torch.randn(256, n, device="cuda")
 
     def launch(part: slice) -> list[torch.Tensor]:
         x, own, sums = stream[part].clone(), y[part], squares[part]
@@ -115,16 +124,54 @@ def test_a_row_of_a_fused_product_is_the_same_in_any_batch(n: int, k: int, biase
         return [out, ffn, x, h, left]
 
     names = ("out", "ffn", "x", "h", "squares")
-    whole = launch(slice(0, 250))
+    whole = launch(slice(0, 256))
     for found, wanted in (
         (whole[0], norm_linear(y, squares, weight, eps=1e-6, bias=bias)),
         (whole[1], norm_gate_up(y, squares, weight, eps=1e-6, bias=bias)),
         (whole[2], linear_add(y, weight, stream, norm, bias=bias)[0]),
     ):
         assert float((found.double() - wanted).norm() / wanted.double().norm()) < 0.01
+    exact = stream.double() + y.double() @ weight.double().T
+    exact = exact if bias is None else exact + bias.double()
+    assert float((whole[2] - exact).norm() / exact.norm()) < 1e-5
     for part in (part for count in MANY for part in rows_of(count)):
         for name, found, wanted in zip(names, launch(part), whole, strict=True):
             assert torch.equal(found, wanted[part]), (name, part)
+
+
+TILES = {"linear": (1, 2, 4), "gate_up": (1, 2), "add": (1, 2, 4)}
+
+
+@needs_warpgroups
+@pytest.mark.parametrize("tokens", [8, 16, 32])
+def test_a_row_of_a_fused_product_is_the_same_in_any_tile(tokens: int) -> None:
+    """Of few and of many stages, and with blocks of columns below one another or not."""
+    torch.manual_seed(0)
+    rows, n, k = 70, 1024, 3072
+    weight, y = (torch.randn(m, k, device="cuda", dtype=torch.bfloat16) for m in (n, rows))
+    squares, norm = torch.rand(rows, 64, device="cuda") * k / 32, torch.rand(n, device="cuda")
+    stream = torch.randn(rows, n, device="cuda")
+
+    def launch(kernel: str, wide: Wide | None) -> list[torch.Tensor]:
+        x = stream.clone()
+        out, h = (torch.full_like(x, torch.nan, dtype=torch.bfloat16) for _ in range(2))
+        left = torch.full((rows, n // GROUP), torch.nan, device="cuda")
+        if kernel == "linear":
+            fused.norm_linear(y, squares, weight, out, eps=1e-6, wide=wide)
+            return [out]
+        if kernel == "gate_up":
+            ffn = out[:, : n // 2].clone()
+            fused.norm_gate_up(y, squares, weight, ffn, eps=1e-6, wide=wide)
+            return [ffn]
+        fused.linear_add(y, weight, x, norm, h, left, wide=wide)
+        return [x, h, left]
+
+    for kernel, acrosses in TILES.items():
+        wanted = launch(kernel, None)
+        for across, shared_kb in product(acrosses, (48, 200)):
+            wide = Wide(across, min(tokens, 64 // across), shared_kb)
+            for found, right in zip(launch(kernel, wide), wanted, strict=True):
+                assert torch.equal(found, right), (kernel, wide)
 
 
 @pytest.mark.parametrize("window", [None, 300])

@@ -194,15 +194,15 @@ CASES: dict[str, Callable[[], None]] = {
         100, with_lse=True, share=304, num_heads=9, num_kv_heads=3, head_dim=64, window=100
     ),
     "embed": embed_rows,
-    "fixed norm_linear, 16 rows": lambda: fixed_qkv(16, 4096, 1024),
+    "fixed norm_linear, 2 rows": lambda: fixed_qkv(2, 4096, 1024),
     "fixed norm_linear, 32 rows": lambda: fixed_qkv(32, 4096, 1024),
     "fixed norm_linear, 256 rows, bias": lambda: fixed_qkv(256, 4096, 1024, bias=zeros(4096)),
     "fixed norm_gate_up, 16 rows": lambda: fixed_gate_up(16, 3072, 1024),
-    "fixed norm_gate_up, 32 rows": lambda: fixed_gate_up(32, 3072, 1024),
     "fixed norm_gate_up, 64 rows": lambda: fixed_gate_up(64, 3072, 1024),
     "fixed norm_gate_up, 256 rows, all features": lambda: fixed_gate_up(
         256, 4864, 896, activation="gelu_tanh", bias=zeros(9728)
     ),
+    "fixed linear_add, 8 rows": lambda: fixed_add(8, 1024, 2048),
     "fixed linear_add, 32 rows": lambda: fixed_add(32, 1024, 2048),
     "fixed linear_add, 64 rows": lambda: fixed_add(64, 1024, 3072),
     "fixed linear_add, 256 rows, bias": lambda: fixed_add(256, 576, 1536, bias=zeros(576)),

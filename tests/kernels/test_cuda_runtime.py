@@ -247,7 +247,7 @@ def test_fused_decode(tmp_path: Path, count: int, has_head: bool) -> None:
         ({"hidden_size": 2048}, [16, 32], [200]),
         ({"hidden_size": 2560}, [16], [200]),
         ({"hidden_size": 4096}, [8], []),
-        ({"intermediate_size": 136}, [16], []),
+        ({"intermediate_size": 136}, [16, 32], [200]),
         ({"post_norms": True}, [], []),
     ],
 )

@@ -14,6 +14,7 @@ from octavo.kernels.triton_launch import INTERPRETED
 
 __all__ = [
     "TensorDescriptor",
+    "add_here",
     "async_copy",
     "constexpr_function",
     "fence_async_shared",
@@ -39,6 +40,15 @@ if not INTERPRETED:
         warpgroup_mma_wait,
     )
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    @jit
+    def add_here(a, b):  # type: ignore[no-untyped-def]
+        """``a + b`` of fp32 in this place: the compiler would do it at the end, where all summands
+        of a tree are held in registers until then."""
+        return gl.inline_asm_elementwise(
+            "add.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=gl.float32, is_pure=False, pack=1
+        )
+
 else:
     import numpy as np
     import triton
@@ -80,8 +90,9 @@ else:
         def _reinterpret(self, dtype: Any, shape: Any, layout: Any) -> _SharedMemory:
             """Rows of many columns as [n, rows, 64]: on the device, 64 columns of all rows lie side
             by side, then the next 64."""
-            columns = [self._array[:, i : i + 64] for i in range(0, self._array.shape[1], 64)]
-            return _SharedMemory(dtype, np.concatenate(columns).reshape([int(n) for n in shape]))
+            columns = [self._array[..., i : i + 64] for i in range(0, self._array.shape[-1], 64)]
+            whole = np.concatenate(columns, axis=-2)
+            return _SharedMemory(dtype, whole.reshape([int(n) for n in shape]))
 
         def _keep_alive(self) -> None:
             pass
@@ -93,6 +104,19 @@ else:
             memory.store(value)
         return memory
 
+    def add_here(a: Any, b: Any) -> Any:
+        return a + b
+
+    def _sum(x: Any, axis: int) -> Any:
+        """Eight columns as they are added up by four threads that have two each."""
+        if axis != 1 or x.shape[1] != 8:
+            return tl.sum(x, axis)
+        a = x.handle.data
+        a = a[:, 0::2] + a[:, 1::2]
+        a = a[:, :2] + a[:, 2:]
+        kind = tl.core.block_type(x.dtype, [int(x.shape[0])])
+        return tl.core.tensor(TensorHandle(a[:, 0] + a[:, 1], x.dtype), kind)
+
     def _copy(memory: _SharedMemory, pointers: Any, mask: Any = None, **how: Any) -> None:
         """Places that are masked become zero, as they do on the device."""
         memory.store(tl.load(pointers, mask=mask, other=None if mask is None else 0.0))
@@ -101,8 +125,11 @@ else:
         """Triton's interpreter multiplies the raw bits of bf16 operands (3.6 to 3.9)."""
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
 
-    def warpgroup_mma(a: Any, b: Any, acc: Any, *, is_async: bool) -> Any:
-        return mma_v2(a.load(None) if isinstance(a, _SharedMemory) else a, b.load(None), acc)
+    def warpgroup_mma(
+        a: Any, b: Any, acc: Any, *, use_acc: bool = True, is_async: bool = False
+    ) -> Any:
+        rows = a.load(None) if isinstance(a, _SharedMemory) else a
+        return mma_v2(rows, b.load(None), acc if use_acc else acc * 0.0)
 
     def warpgroup_mma_wait(num_outstanding: int, deps: tuple[Any, ...]) -> Any:
         return deps if len(deps) > 1 else deps[0]
@@ -139,7 +166,7 @@ else:
         load=lambda *args, **how: tl.load(*args, **how),
         store=lambda *args, **how: tl.store(*args, **how),
         split=lambda x: tl.split(x),
-        sum=lambda x, axis: tl.sum(x, axis),
+        sum=_sum,
         max=lambda x, axis: tl.max(x, axis),
         associative_scan=lambda x, axis, combine: tl.associative_scan(x, axis, combine),
         maximum=lambda a, b: tl.maximum(a, b),

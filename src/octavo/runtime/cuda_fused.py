@@ -5,9 +5,9 @@ Each kernel here covers several stages and begins before the one in front has en
 stream is float32. A norm is done in two halves: whoever writes ``x`` also writes ``h``, x times the
 weight of the norm that comes next, and its sums of squares; whoever reads ``h`` scales the product.
 
-There are two sets of products. Those of few rows are best up to 16. Those in fixed sums take any
-number of rows: deterministic, every step goes by them, else steps of up to some 32, from where on
-the library's are faster.
+There are two sets of products. Those of few rows are best up to 16. Those in fixed sums, on Hopper,
+take any number of rows: deterministic, every step goes by them, else steps of up to
+:func:`most_rows`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from octavo.kernels.norm_gate_up import triton as gate_up
 from octavo.kernels.norm_linear import triton as linear
 from octavo.kernels.rope_attention import triton as attention
 from octavo.kernels.step_inputs.layout import StepInputs
+from octavo.kernels.triton_launch import has_warpgroups
 from octavo.models.spec import DecoderSpec, RopeSpec
 from octavo.runtime.eager import Layer
 from octavo.runtime.fused_limits import refusal
@@ -102,10 +103,10 @@ def fused_ways(
 
 
 def most_rows(spec: DecoderSpec) -> int:
-    """Up to how many rows fixed products are taken where they needn't be. In blocks of 32 by 32
-    they read the weights of a step of 64 rows four times over, from the L2. A step beside the
-    library's (``bench/gpu_engine.py steps``): Qwen3-0.6B 0.71 to 0.83 at 17 rows, 0.79 to 0.95 at
-    32, 1.00 at 48; 1.7B 0.91 at 17, 0.97 at 32, 1.35 at 64; 4B 1.19 at 17."""
+    """Up to how many rows fixed products are taken where they needn't be. A step beside the
+    library's (``bench/gpu_engine.py steps``), by the kernels of 2026-11-30: Qwen3-0.6B 0.71 to 0.83
+    at 17 rows, 0.79 to 0.95 at 32, 1.00 at 48; 1.7B 0.91 at 17, 0.97 at 32, 1.35 at 64; 4B 1.19 at
+    17. Today's are faster, and so are the others: up to where they pay isn't measured again."""
     return MOST_ROWS if spec.hidden_size <= 2048 else 0
 
 
@@ -119,10 +120,11 @@ def _in_shares(spec: AttentionSpec) -> AttentionSpec:
 
 def _fixed_refusal(spec: DecoderSpec) -> str:
     """Why a model's fixed steps are better not fused, as a phrase, or nothing."""
+    if not has_warpgroups():
+        return "the products of more than one row are made by instructions of Hopper"
     if spec.hidden_size >= 4096:
         return "steps of many rows of large weights are faster by other instructions"
-    odd = [k for k in (spec.hidden_size, spec.q_size, spec.intermediate_size) if k % 64]
-    return f"rows of {odd[0]} weights aren't a multiple of 64" if odd else ""
+    return ""
 
 
 class FusedDecode:

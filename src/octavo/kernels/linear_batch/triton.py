@@ -58,7 +58,7 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, tile: Tile | Wide, *, activa
     dependent = dependent_launches()
     grid = triton.cdiv(num_rows, tile.tokens), n // tile.rows, tile.parts
     _kernel[grid](
-        _described(_all_rows(x, tile.tokens), tile.tokens, tile.step),
+        _described(all_rows(x, tile.tokens), tile.tokens, tile.step),
         _described(weight, tile.rows, tile.step),
         out,
         num_rows,
@@ -78,7 +78,7 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, tile: Tile | Wide, *, activa
     )
 
 
-def _all_rows(x: Tensor, tokens: int) -> Tensor:
+def all_rows(x: Tensor, tokens: int) -> Tensor:
     """``x`` [T, K] with the rows behind it up to whole tiles, if there is memory for all of them;
     whatever lies there, of a row only its own result depends on it."""
     (rows, k), padded = x.shape, -(-len(x) // tokens) * tokens

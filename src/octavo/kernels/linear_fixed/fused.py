@@ -1,34 +1,45 @@
-"""The products of a fused decode step for any number of rows, in sums that don't depend on it; CUDA
-through Gluon.
+"""The products of a fused decode step for any number of rows, in sums that don't depend on it; for
+Hopper through Gluon.
 
-Few rows go through ``norm_linear``, ``norm_gate_up`` and ``linear_add``, whose sums follow from the
-tile: always that of :func:`fixed_tile`. More rows go through kernels of their own in tiles of more
-rows (``fused_kernels.py``), that add up the same products in the same order by the same
-instructions.
+One row goes through ``norm_linear``, ``norm_gate_up`` and ``linear_add`` as ever: its tile, which
+follows from the weight's shape, decides which columns of K are added up with which. More rows go
+through kernels of their own (``fused_kernels.py``), that add up the same products in the same
+order.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import triton
 from torch import Tensor
 
 from octavo.kernels.gluon import TensorDescriptor
-from octavo.kernels.linear.tiles import MAX_ROWS, Tile
-from octavo.kernels.linear_add import triton as few_add
-from octavo.kernels.linear_fixed.fused_kernels import (
-    step_memory,
-    wide_add_kernel,
-    wide_gate_up_kernel,
-    wide_linear_kernel,
-)
-from octavo.kernels.linear_fixed.tiles import GROUP, STEP, Wide, choose_wide, fixed_tile
-from octavo.kernels.norm_gate_up import triton as few_gate_up
-from octavo.kernels.norm_linear import triton as few_linear
+from octavo.kernels.linear.table import choose_tile
+from octavo.kernels.linear.tiles import ROW_WARPS, Tile
+from octavo.kernels.linear.triton import tile_memory
+from octavo.kernels.linear.triton_row import BLOCK, sums_of
+from octavo.kernels.linear_add import triton as row_add
+from octavo.kernels.linear_batch.triton import all_rows
+from octavo.kernels.linear_fixed.fused_kernels import wide_add_kernel, wide_linear_kernel
+from octavo.kernels.linear_fixed.tiles import GROUP, Wide, choose_wide
+from octavo.kernels.norm_gate_up import triton as row_gate_up
+from octavo.kernels.norm_linear import triton as row_linear
 from octavo.kernels.triton_launch import dependent_launches
 
-SHARED_BYTES = 200 << 10  # of a multiprocessor, for steps on their way
+WIDTH = int(BLOCK.value)  # columns of K that belong to one sum
+
+
+def row_tile(weight: Tensor, parts: int = 1) -> Tile:
+    """One row's tile, from which the order of the sums follows."""
+    n, k = weight.shape
+    return choose_tile(n, k, 1, parts)
+
+
+def add_tile(weight: Tensor) -> Tile:
+    """The same where each block leaves a sum of squares."""
+    return replace(row_tile(weight), rows=GROUP)
 
 
 def norm_linear(
@@ -42,29 +53,12 @@ def norm_linear(
     wide: Wide | None = None,
 ) -> None:
     """``out = h / rms @ weight.T + bias``, of any number of rows; else as
-    :func:`octavo.kernels.norm_linear.triton.norm_linear`, without a cap. K is whole pieces."""
-    (num_rows, k), n, parts = h.shape, len(weight), squares.shape[1]
-    tile = fixed_tile(n, k)
-    if num_rows <= MAX_ROWS and wide is None:
-        few_linear.norm_linear(h, squares, weight, out, eps=eps, bias=bias, tile=tile)
+    :func:`octavo.kernels.norm_linear.triton.norm_linear`, without a cap."""
+    if len(h) == 1 and wide is None:
+        tile = row_tile(weight)
+        row_linear.norm_linear(h, squares, weight, out, eps=eps, bias=bias, tile=tile)
         return
-    wide = wide or choose_wide("linear", num_rows)
-    wide_linear_kernel[(triton.cdiv(num_rows, wide.tokens), triton.cdiv(n, wide.rows))](
-        _describe(h, tile, wide.tokens),
-        squares,
-        _describe(weight, tile, wide.rows),
-        bias,
-        out,
-        n,
-        num_rows,
-        parts,
-        eps,
-        squares.stride(0),
-        out.stride(0),
-        BIAS=bias is not None,
-        SUMS=triton.next_power_of_2(parts),
-        **_constants(k, 1, tile, wide),
-    )
+    _launch_linear(h, squares, weight, out, len(weight), eps, bias, 1, wide)
 
 
 def norm_gate_up(
@@ -80,31 +74,14 @@ def norm_gate_up(
 ) -> None:
     """``out = act(gate) * up``, of any number of rows; else as
     :func:`octavo.kernels.norm_gate_up.triton.norm_gate_up`."""
-    (num_rows, k), inner, parts = h.shape, len(weight) // 2, squares.shape[1]
-    tile = fixed_tile(2 * inner, k, 2)
-    if num_rows <= MAX_ROWS and wide is None:
-        few_gate_up.norm_gate_up(
+    if len(h) == 1 and wide is None:
+        tile = row_tile(weight, parts=2)
+        row_gate_up.norm_gate_up(
             h, squares, weight, out, eps=eps, activation=activation, bias=bias, tile=tile
         )
         return
-    wide = wide or choose_wide("gate_up", num_rows)
-    wide_gate_up_kernel[(triton.cdiv(num_rows, wide.tokens), triton.cdiv(inner, wide.rows))](
-        _describe(h, tile, wide.tokens),
-        squares,
-        _describe(weight, tile, wide.rows),
-        bias,
-        out,
-        inner,
-        num_rows,
-        parts,
-        eps,
-        squares.stride(0),
-        out.stride(0),
-        BIAS=bias is not None,
-        SILU=activation == "silu",
-        SUMS=triton.next_power_of_2(parts),
-        **_constants(k, 2, tile, wide),
-    )
+    silu = activation == "silu"
+    _launch_linear(h, squares, weight, out, len(weight) // 2, eps, bias, 2, wide, silu=silu)
 
 
 def square_columns(n: int, k: int, num_rows: int) -> int:
@@ -125,16 +102,17 @@ def linear_add(
 ) -> None:
     """``x += y @ weight.T + bias``, ``h = x * norm`` and sums of squares, of any number of rows;
     else as :func:`octavo.kernels.linear_add.triton.linear_add`."""
-    (num_rows, k), n = y.shape, len(weight)
-    tile = fixed_tile(n, k)
-    if num_rows <= MAX_ROWS and wide is None:
-        few_add.linear_add(y, weight, x, norm, h, squares, bias=bias, tile=tile)
+    num_rows, n = len(y), len(weight)
+    if num_rows == 1 and wide is None:
+        tile = add_tile(weight)
+        row_add.linear_add(y, weight, x, norm, h, squares, bias=bias, tile=tile)
         return
-    wide = wide or choose_wide("add", num_rows)
-    assert wide.rows == GROUP
-    wide_add_kernel[(triton.cdiv(num_rows, wide.tokens), triton.cdiv(n, wide.rows))](
-        _describe(y, tile, wide.tokens),
-        _describe(weight, tile, wide.rows),
+    side = _side(add_tile(weight), 1)
+    wide = wide or choose_wide("add", num_rows, side)
+    constants = _constants(side, weight.shape[1], 1, wide)
+    wide_add_kernel[(triton.cdiv(num_rows, wide.tokens), triton.cdiv(n, constants["R"]))](
+        _describe(all_rows(y, wide.tokens), wide.tokens, constants["ACROSS"]),
+        _describe(weight, constants["R"], constants["ACROSS"]),
         bias,
         x,
         norm,
@@ -146,32 +124,79 @@ def linear_add(
         h.stride(0),
         squares.stride(0),
         BIAS=bias is not None,
-        **_constants(k, 1, tile, wide),
+        **constants,
     )
 
 
-def _describe(tensor: Tensor, tile: Tile, rows: int) -> Any:
-    """A matrix [rows, K] as its pieces [K / PIECE, rows, PIECE], for the copy engine."""
-    pieces = tensor.view(len(tensor), -1, tile.chunk // tile.num_warps).transpose(0, 1)
-    block = [tile.num_warps, rows, STEP]
-    return TensorDescriptor.from_tensor(pieces, block, step_memory(tile.num_warps, rows))
+def _launch_linear(
+    h: Tensor,
+    squares: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    n: int,
+    eps: float,
+    bias: Tensor | None,
+    parts: int,
+    wide: Wide | None,
+    *,
+    silu: bool = False,
+) -> None:
+    num_rows, num_squares = squares.shape
+    side = _side(row_tile(weight, parts), parts)
+    wide = wide or choose_wide("linear" if parts == 1 else "gate_up", num_rows, side)
+    constants = _constants(side, weight.shape[1], parts, wide)
+    wide_linear_kernel[(triton.cdiv(num_rows, wide.tokens), triton.cdiv(n, constants["R"]))](
+        _describe(all_rows(h, wide.tokens), wide.tokens, constants["ACROSS"]),
+        squares,
+        _describe(weight, constants["R"], constants["ACROSS"]),
+        bias,
+        out,
+        n,
+        num_rows,
+        num_squares,
+        eps,
+        squares.stride(0),
+        out.stride(0),
+        K=weight.shape[1],
+        BIAS=bias is not None,
+        SILU=silu,
+        PARTS=parts,
+        COLUMNS=triton.next_power_of_2(num_squares),
+        **constants,
+    )
 
 
-def _constants(k: int, parts: int, tile: Tile, wide: Wide) -> dict[str, Any]:
+def _side(tile: Tile, parts: int) -> int:
+    """How many blocks of columns lie below one another in an instruction for one row."""
+    return 64 * parts // tile.rows
+
+
+def _constants(side: int, k: int, parts: int, wide: Wide) -> dict[str, Any]:
+    sums = sums_of(side)
+    across = min(side, wide.across)
+    blocks = triton.cdiv(k, WIDTH * side * sums)  # of a sum
+    depth = next(d for d in (3, 2, 1) if blocks % d == 0)
+    steps = side // across * sums * blocks // depth
+    step_bytes = (64 + wide.tokens * across) * depth * WIDTH * 2
     dependent = dependent_launches()
-    piece = tile.chunk // tile.num_warps
-    steps = triton.cdiv(k, tile.chunk) * piece // STEP
-    step_bytes = (parts * wide.rows + wide.tokens) * tile.num_warps * STEP * 2
     return {
-        "K": k,
-        "R": wide.rows,
-        "N": wide.tokens,
-        "S": tile.num_warps,
-        "PIECE": piece,
-        "STEP": STEP,
-        "STAGES": max(1, min(wide.stages, steps, SHARED_BYTES // step_bytes)),
+        "T": wide.tokens,
+        "R": 64 // (across * parts),
+        "ACROSS": across,
+        "DEPTH": depth,
+        "COUNT": blocks // depth,
+        "SUMS": sums,
+        "SIDE": side,
+        "STAGES": max(2, min(steps, wide.shared_kb * 1024 // step_bytes)),
         "DEPENDENT": dependent,
-        "num_warps": tile.num_warps,
+        "num_warps": ROW_WARPS,
         "launch_pdl": dependent,
-        "enable_fp_fusion": False,  # the same roundings as in the kernels for few rows
+        "enable_fp_fusion": False,  # the same roundings as in the kernels for one row
     }
+
+
+def _describe(matrix: Tensor, rows: int, across: int) -> Any:
+    """What the copy engine must know of a matrix [N, K] to copy so many rows of ``across``
+    neighbouring blocks."""
+    block = [rows, across * WIDTH]
+    return TensorDescriptor.from_tensor(matrix, block, tile_memory(*block))

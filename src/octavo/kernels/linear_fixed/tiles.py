@@ -1,17 +1,14 @@
 """How a product whose sums don't depend on the batch is cut.
 
-What decides the bits is :func:`num_leaves`, and how K is walked within a leaf; in fused steps
-:func:`fixed_tile`: they come from the weight's shape alone. Else a tile only says which block
-computes what.
+What decides the bits is :func:`num_leaves`, and how K is walked within a leaf; in fused steps the
+tile of one row: they come from the weight's shape alone. Else a tile only says which block computes
+what.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
-
-from octavo.kernels.linear.table import choose_tile as choose_few_tile
-from octavo.kernels.linear.tiles import Tile as FewTile
 
 Kind = Literal["decode", "prefill"]
 
@@ -58,38 +55,34 @@ def choose_tile(n: int, num_tokens: int, kind: Kind, *, wide: bool) -> Tile:
 
 # ---- fused steps
 
-GROUP = 16  # rows of a weight that share a block where rows are few, and a sum of squares
-STEP = 64  # with 32 the compiler hands columns to instructions in another order: other bits
+GROUP = 16  # rows of a weight that share a sum of squares: a block's where there is one row
 
 
 @dataclass(frozen=True)
 class Wide:
-    """A block has ``rows`` rows of each part of the weight and ``tokens`` activation rows, walks K
-    ``STEP`` columns of every slice at a time, and has ``stages`` such steps on their way."""
+    """A block has 64 rows of operands: weight rows in ``across`` neighbouring blocks of columns
+    (or in fewer, where one row's tile has fewer), and ``tokens`` activation rows, 8 at least, that
+    meet them in as many; ``shared_kb`` of a multiprocessor's memory are for steps on their way."""
 
-    rows: int
+    across: int
     tokens: int
-    stages: int
+    shared_kb: int
 
 
-def fixed_tile(n: int, k: int, parts: int = 1) -> FewTile:
-    """The tile of few rows for a ``[n, k]`` weight, from which the order of its sums follows: what
-    is best for two, in pieces of which K has a whole number. ``k`` is a multiple of 64."""
-    best = choose_few_tile(n, k, 2, parts)
-    piece = max(STEP, best.chunk // best.num_warps)
-    while k % piece:
-        piece //= 2
-    slices = min(best.num_warps, max(1, best.chunk // piece))
-    return replace(best, rows=GROUP * parts, chunk=piece * slices, num_warps=slices)
-
-
-def choose_wide(kernel: Literal["linear", "gate_up", "add"], num_rows: int) -> Wide:
-    """The tile for so many rows, more than a few; measured on an H200 with Qwen3-0.6B's weights
-    (bench/LOG.md, 2026-11-30). Small tiles leave room beside them for blocks of the next kernel."""
-    if kernel == "linear":
-        return Wide(rows=32, tokens=32 if num_rows <= 64 else 64, stages=2)
-    if kernel == "gate_up":
-        return Wide(rows=16 if num_rows <= 128 else 32, tokens=32, stages=2)
-    if num_rows <= 64:
-        return Wide(rows=GROUP, tokens=32, stages=4)
-    return Wide(rows=GROUP, tokens=64, stages=2)
+def choose_wide(kernel: Literal["linear", "gate_up", "add"], num_rows: int, side: int) -> Wide:
+    """The tile for so many rows, more than one, where one row's has ``side`` neighbouring blocks of
+    columns; measured on an H200 with Qwen3-0.6B's weights (bench/LOG.md, 2026-12-01)."""
+    across, shared_kb = 1, 200
+    if kernel == "add":
+        across, tokens = (4, 16) if num_rows <= 32 else (2, 16) if num_rows <= 64 else (2, 32)
+    elif kernel == "gate_up":
+        tokens = 16 if num_rows <= 16 else 32 if num_rows <= 64 else 64
+        shared_kb = 200 if num_rows <= 32 else 108  # two blocks to a multiprocessor
+    else:
+        tokens = 16 if num_rows <= 32 else 32 if num_rows <= 128 else 64
+        shared_kb = 200 if num_rows <= 64 else 108
+    if num_rows <= 8:
+        tokens = 8
+    if side > 2 and across == 1:
+        tokens = min(32, tokens)  # of 64 the sums would be spilled
+    return Wide(across, tokens, shared_kb)

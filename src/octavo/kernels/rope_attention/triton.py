@@ -116,10 +116,12 @@ def _cut_as_told(spec: AttentionSpec, num_rows: int, longest: int, num_sms: int)
     splits = min(MOST_SHARES, _power_of_2(-(-reach // spec.split_tokens)))
     # A window may begin in the middle of a share.
     splits += spec.window is not None
-    tokens = 128 if spec.head_dim <= 128 else 64
+    tokens = 64  # of 128 keys a thread has so much that two blocks fill a multiprocessor
     # Tiles beside one another are worth more in one block than in two, as long as there is room.
     one_a_multiprocessor = num_rows * spec.num_kv_heads * splits <= num_sms
-    stages = min(2 if one_a_multiprocessor else 1, -(-spec.split_tokens // tokens))
+    tile_bytes = 4 * tokens * _power_of_2(spec.head_dim)
+    room = (128 << 10 if one_a_multiprocessor else 64 << 10) // tile_bytes
+    stages = max(1, min(room, 4, -(-spec.split_tokens // tokens)))
     return Cut(splits, tokens, 4, stages, spec.split_tokens)
 
 
