@@ -22,6 +22,7 @@ from octavo.kernels.rope_write.cpu import spread_heads
 from octavo.kernels.rope_write.reference import rope_write, spread
 from octavo.kernels.team import team
 from octavo.verify.problems import held
+from octavo.verify.run import specs_for
 
 LEVELS = sorted({"avx2", "vnni", level()})
 # Heads that share a KV head, sizes of keys and values, KV dtype, level.
@@ -58,7 +59,7 @@ def exact_rows(spec, *lens, **options):
     return rows
 
 
-def check(spec, rows, splits=None, atol=1e-5):
+def check(spec, rows, splits=None, atol=1e-5, lse_atol=1e-5):
     """One step through the backend: against float64, and nothing of the poison in it."""
     backend = CpuCandidate().open(spec)
     pool = fill_pool(spec, CpuCandidate().kv_layout(spec, num_blocks(rows)), backend, rows)
@@ -69,7 +70,7 @@ def check(spec, rows, splits=None, atol=1e-5):
     )
     wanted = oracle(spec, rows, sinks)
     np.testing.assert_allclose(out.numpy(), wanted[0], atol=atol)
-    np.testing.assert_allclose(lse.numpy(), wanted[1], atol=atol)
+    np.testing.assert_allclose(lse.numpy(), wanted[1], atol=lse_atol)
 
 
 def spec_of(phase, group, head_dim, v_head_dim, kv_dtype, **extras):
@@ -121,7 +122,7 @@ def test_prefill(at_level, group, head_dim, v_head_dim, kv_dtype, instructions):
 @pytest.mark.parametrize(SHAPE[:-1], PAIRS)
 def test_prefill_in_pairs(monkeypatch, group, head_dim, v_head_dim, kv_dtype):
     """Queries and weights as bfloat16s: against float64 on rounded queries, so that what is left is
-    the weights' rounding, 2**-9 of each, and as much in their sums."""
+    the weights' rounding, 2**-9 of each, and their exp's error, 8e-5, which is their sums' too."""
     monkeypatch.setattr(cpu_step, "level", lambda: "vnni")
     monkeypatch.setattr(cpu_step, "pairs_pay", lambda: True)
     lens = [1, 15, 16, 17, 31, 33, 129, 40, 300, 257, 70]
@@ -130,12 +131,13 @@ def test_prefill_in_pairs(monkeypatch, group, head_dim, v_head_dim, kv_dtype):
         options = {"dtype": "bfloat16", **extras}
         spec = spec_of("prefill", group, head_dim, v_head_dim, kv_dtype, **options)
         rows = exact_rows(spec, lens, new)
-        scaled = torch.from_numpy(rows.q * np.float32(spec.scale)).bfloat16().float().numpy()
-        rows.q = scaled / np.float32(spec.scale)
-        check(spec, rows, atol=2**-9 * max(np.abs(values).max() for values in rows.values))
+        rows.q = torch.from_numpy(rows.q).bfloat16().float().numpy()
+        largest = max(np.abs(values).max() for values in rows.values)
+        check(spec, rows, atol=2**-9 * largest, lse_atol=1e-4)
 
 
 def test_only_what_may_be_rounded_is_multiplied_in_pairs(monkeypatch):
+    """And ``octavo verify`` asks about it."""
     monkeypatch.setattr(cpu_step, "level", lambda: "vnni")
     monkeypatch.setattr(cpu_step, "pairs_pay", lambda: True)
     dtypes = itertools.product(("float32", "bfloat16"), ("float32", "bfloat16", "int8"))
@@ -144,6 +146,8 @@ def test_only_what_may_be_rounded_is_multiplied_in_pairs(monkeypatch):
     }
     in_pairs = {each for each, room in rooms.items() if room == cpu_step.PAIRS}
     assert in_pairs == {("bfloat16", "bfloat16"), ("bfloat16", "int8")}
+    asked = specs_for("cpu", "cpu", quick=False)
+    assert in_pairs <= {(spec.dtype, spec.kv_dtype) for spec in asked if spec.phase == "prefill"}
 
 
 @pytest.mark.parametrize(
