@@ -6,6 +6,7 @@ sums the code keeps at once, which any CPU can run; amx's products need the CPU.
 """
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -257,6 +258,27 @@ def test_rope_write(kv_dtype, with_norm, rotary_dim):
         error = (found.float() - wanted).abs()
         assert (error <= 1.01 * half_step + 1e-5).all()
         assert (found[wanted.abs().amax((1, 2)) == 0] == 0).all()  # no other slot is written
+
+
+def test_what_bfloat16_rounds():
+    """To the nearest, to the even one of two; a NaN stays one, as does an infinity."""
+    spec = make_spec(num_kv_heads=1, head_dim=8, v_head_dim=24, kv_dtype="bfloat16")
+    backend, layout = CpuCandidate().open(spec), CpuCandidate().kv_layout(spec, 2)
+    pools = [torch.zeros(shape, dtype=torch.bfloat16) for shape in (layout.k_shape, layout.v_shape)]
+    ties = [1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 1 + 2**-8 + 2**-23, 3.4e38, -1e-40]
+    numbers = torch.tensor([*ties, math.nan, -math.inf]).roll(3)
+    v = torch.cat([numbers, -numbers, numbers.flip(0)])
+    slots = torch.tensor([17, 18])
+    backend.write(
+        numbers.expand(2, 1, 8).contiguous(), v.expand(2, 1, 24).contiguous(), *pools, slots
+    )
+    for found, wanted in zip(
+        backend.gather(*pools, torch.arange(2, dtype=torch.int32), 20), (numbers, v), strict=True
+    ):
+        wanted = wanted.bfloat16().expand(2, 1, -1)
+        torch.testing.assert_close(found[17:19], wanted, rtol=0, atol=0, equal_nan=True)
+        assert (found[:17] == 0).all()
+        assert (found[19:] == 0).all()
 
 
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (80, 24), (256, 256), (96, 0)])

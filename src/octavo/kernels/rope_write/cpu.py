@@ -14,11 +14,10 @@ from llvmlite import ir
 from octavo.kernels.attention_plan.cpu import plan_at
 from octavo.kernels.jit import jit
 from octavo.kernels.kv_store.cpu import TILE, store_token, tile_of
+from octavo.kernels.kv_store.cpu_round import LANES
 from octavo.kernels.late import carray, intrinsic, types
 from octavo.kernels.program import fetch_add, float32s, int32s, int64s, op
 from octavo.kernels.vector_ir import I32, I64, load, store_vector, vector
-
-LANES = 8  # of a vector: every head is so many numbers, or a multiple
 
 
 @jit(fastmath={"reassoc", "contract"})
