@@ -18,7 +18,7 @@ from octavo.kernels.late import register_jitable
 from octavo.kernels.program import float32s, int8s, uint32s
 
 TILE = 16  # tokens
-ROW_BYTES = 4 * TILE  # of words of a tile of keys
+ROW_BYTES = 4 * TILE  # of a tile of keys: a word of each token
 KV_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}  # of one number
 
 

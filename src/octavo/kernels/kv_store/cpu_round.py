@@ -18,7 +18,7 @@ def put_bfloat16s(typing, source, target, stride, together):
     def emit(context, b, signature, arguments):
         source, target = arguments[:2]
         words = vector(I32, LANES)
-        numbers = load(b, source, 0, LANES, 4)
+        numbers = load(b, source, 0, LANES)
         bits, sixteen = b.bitcast(numbers, words), fill(I32, 16, LANES)
         odd = b.and_(b.lshr(bits, sixteen), fill(I32, 1, LANES))
         rounded = b.lshr(b.add(b.add(bits, fill(I32, 0x7FFF, LANES)), odd), sixteen)

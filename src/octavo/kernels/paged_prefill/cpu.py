@@ -1,7 +1,7 @@
 """Causal attention of rows with many query tokens, on a CPU: prompts, chunks, mixed batches.
 
 The reference is ``split_attention/reference.causal_prefill``; ``kv_store/cpu.py`` says how keys and
-values lie. A work item is a tile of query tokens for one KV head: some 100 rows, a row for each
+values lie. A work item is a tile of query tokens for one KV head: some 200 rows, a row for each
 token and head that reads it. It goes through the keys it sees in blocks: both are unpacked once, a
 product makes the scores, softmax against the rows' running maxima the weights, and a second product
 adds up the values. What a row gets depends on its sequence and its place in the step, and on

@@ -97,7 +97,7 @@ def scale_row(typing, source, target, width, factor):
         source, target, _, factor = arguments
         for d in range(0, width.literal_value, TILE):
             lanes = min(TILE, width.literal_value - d)
-            numbers = load(b, source, d, lanes, 4)
+            numbers = load(b, source, d, lanes)
             store_vector(b, b.fmul(numbers, broadcast(b, factor, lanes)), target, d)
         return context.get_dummy_value()
 
@@ -118,7 +118,7 @@ def keep(typing, scores, columns, start, stop):
             number = broadcast(b, b.trunc(b.mul(j, I64(TILE)), I32), TILE)
             number = b.add(number, ir.Constant(words, list(range(TILE))))
             shown = b.and_(b.icmp_signed(">=", number, first), b.icmp_signed("<", number, last))
-            score = b.select(shown, load(b, place, 0, TILE, 4), constant(-math.inf, TILE))
+            score = b.select(shown, load(b, place, 0, TILE), constant(-math.inf, TILE))
             store_vector(b, score, place, 0)
         return context.get_dummy_value()
 
@@ -141,7 +141,7 @@ def hide_newer(typing, scores, rows, start, stop, newest, first, group):
                 place = _score(b, scores, i, j)
                 number = broadcast(b, b.trunc(b.mul(j, I64(TILE)), I32), TILE)
                 shown = b.icmp_signed("<=", b.add(number, lanes), limit)
-                score = b.select(shown, load(b, place, 0, TILE, 4), constant(-math.inf, TILE))
+                score = b.select(shown, load(b, place, 0, TILE), constant(-math.inf, TILE))
                 store_vector(b, score, place, 0)
         return context.get_dummy_value()
 
@@ -188,7 +188,7 @@ def weigh_rows(
             with loop(b, I64(0), columns, step=2) as j:
                 for place, top in zip(places, highest, strict=True):
                     here = b.add(place, b.mul(j, I64(64)))
-                    pair = larger(b, load(b, here, 0, TILE, 4), load(b, here, TILE, TILE, 4))
+                    pair = larger(b, load(b, here, 0, TILE), load(b, here, TILE, TILE))
                     b.store(larger(b, pair, b.load(top)), top)
             top = [
                 larger(b, b.fmul(reduce_max(b, b.load(x)), factor), before)
@@ -204,10 +204,10 @@ def weigh_rows(
                 targets, step = places, 64 if is_rough else 128
             with loop(b, I64(0), columns, step=2) as j:
                 offset = b.mul(j, I64(64))
-                scales = [load(b, b.add(v_scales, offset), d, TILE, 4) for d in (0, TILE)]
+                scales = [load(b, b.add(v_scales, offset), d, TILE) for d in (0, TILE)]
                 for r in several:
                     here = b.add(places[r], offset)
-                    pair = [load(b, here, d, TILE, 4) for d in (0, TILE)]
+                    pair = [load(b, here, d, TILE) for d in (0, TILE)]
                     power = rough_power_of_two if is_rough else exp_below_88
                     pair = [power(b, fma(b, x, rate, lanes[r])) for x in pair]
                     b.store(b.fadd(b.load(totals[r]), b.fadd(*pair)), totals[r])
@@ -231,7 +231,7 @@ def weigh_rows(
                 out = b.add(outs, b.mul(b.add(i, I64(r)), I64(4 * width)))
                 with b.if_then(b.fcmp_unordered("!=", one, ir.Constant(F32, 1.0))):
                     for d in range(0, width, TILE):
-                        store_vector(b, b.fmul(load(b, out, d, TILE, 4), discount), out, d)
+                        store_vector(b, b.fmul(load(b, out, d, TILE), discount), out, d)
         return context.get_dummy_value()
 
     kinds = (scores, weights, v_scales, columns, factor, m, l, outs)
@@ -247,7 +247,7 @@ def cap_rows(typing, scores, rows, columns, factor, cap):
         factors = broadcast(b, factor, TILE)
         with loop(b, I64(0), rows) as i, loop(b, I64(0), columns) as j:
             place = _score(b, scores, i, j)
-            scaled = b.fmul(load(b, place, 0, TILE, 4), factors)
+            scaled = b.fmul(load(b, place, 0, TILE), factors)
             store_vector(b, soft_cap(b, scaled, cap), place, 0)
         return context.get_dummy_value()
 
@@ -261,10 +261,10 @@ def multiply_rows(typing, scores, factors, rows, columns):
     def emit(context, b, signature, arguments):
         scores, factors, rows, columns = arguments
         with loop(b, I64(0), columns) as j:
-            factor = load(b, b.add(factors, b.mul(j, I64(64))), 0, TILE, 4)
+            factor = load(b, b.add(factors, b.mul(j, I64(64))), 0, TILE)
             with loop(b, I64(0), rows) as i:
                 place = _score(b, scores, i, j)
-                store_vector(b, b.fmul(load(b, place, 0, TILE, 4), factor), place, 0)
+                store_vector(b, b.fmul(load(b, place, 0, TILE), factor), place, 0)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 4), emit
