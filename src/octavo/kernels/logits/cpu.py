@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from llvmlite import ir
 
 from octavo.kernels.late import carray, intrinsic, types
 from octavo.kernels.program import fetch_add, float32s, int32s, int64s, op
 from octavo.kernels.vector_ir import (
     I32,
     I64,
-    broadcast,
     call,
+    constant,
+    fill,
     larger,
     load,
     loop,
@@ -32,10 +32,9 @@ def _largest_of_whole_vectors(typing, address, count):
 
     def emit(context, b, signature, arguments):
         address, count = arguments
-        lowest = broadcast(b, ir.Constant(ir.FloatType(), -math.inf), _LANES)
         words = vector(I32, _LANES)
-        top = variable(b, lowest)
-        nans = variable(b, ir.Constant(words, [0] * _LANES))
+        top = variable(b, constant(-math.inf, _LANES))
+        nans = variable(b, fill(I32, 0, _LANES))
         stop = b.and_(count, I64(-_LANES))
         with loop(b, I64(0), stop, step=_LANES) as i:
             x = load(b, b.add(address, b.mul(i, I64(4))), 0, _LANES)

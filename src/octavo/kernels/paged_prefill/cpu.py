@@ -117,8 +117,9 @@ def prefill_op(group: int, head_dim: int, v_head_dim: int, kv_bytes: int, room: 
         gathered = queries + rows_at_most * row_bytes if in_pairs else queries
         outs = gathered + rows_at_most * row_bytes
         scores = outs + rows_at_most * v_row_bytes
-        weights = scores + PART * SCORE_STRIDE
-        keys = weights + PART * 4 * KEY_BLOCK
+        split = scores + PART * SCORE_STRIDE
+        weights = split if tiles_multiply else scores
+        keys = split + PART * 4 * KEY_BLOCK
         values = keys + KEY_BLOCK * row_bytes
         m = values + KEY_BLOCK * v_row_bytes
         l = m + 4 * rows_at_most
@@ -212,7 +213,7 @@ def prefill_op(group: int, head_dim: int, v_head_dim: int, kv_bytes: int, room: 
                         hide_newer(scores, part, whole, columns, position - block, first, group)
                     weigh_rows(
                         scores,
-                        weights if tiles_multiply else scores,
+                        weights,
                         v_scales,
                         columns,
                         factor,
@@ -230,7 +231,7 @@ def prefill_op(group: int, head_dim: int, v_head_dim: int, kv_bytes: int, room: 
                     elif pairs_multiply:
                         v_depth = (seen + 1) // 2
                     multiply_add(
-                        weights if tiles_multiply else scores,
+                        weights,
                         values,
                         outs + first * v_row_bytes,
                         PART,
