@@ -15,7 +15,7 @@ import pytest
 
 from octavo.kernels import levels
 from octavo.kernels.host_cpu import features
-from octavo.kernels.kv_store.cpu import bfloat16_bits, tile_of
+from octavo.kernels.kv_store.cpu import scale_of, tile_of
 from octavo.kernels.machine_code import Image, NotMovableError, from_bytes, lay_out, place
 from octavo.kernels.machine_code import works_here as machine_code_works_here
 
@@ -111,4 +111,4 @@ def test_the_cpu_has_what_llvm_finds() -> None:
 def test_a_function_that_python_calls_with_integers_and_without() -> None:
     """Integers take the way without numba; both give the same."""
     assert tile_of(37, 2, 32) == tile_of(np.int64(37), 2, 32) == 4
-    assert bfloat16_bits(np.uint32(0x3F80_8001)) == 0x3F81
+    assert scale_of(np.array([-254, 1], np.float32)) == (2, 0.5)

@@ -182,6 +182,16 @@ def test_int8_is_held_to_half_a_step():
     assert wrong.passed is False
 
 
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+def test_queries_in_bfloat16(kv_dtype):
+    """Which are multiplied in bfloat16 on some CPUs, by weights of no more bits."""
+    spec = make_spec(
+        "prefill", num_heads=3, num_kv_heads=1, head_dim=80, dtype="bfloat16", kv_dtype=kv_dtype
+    )
+    checks = list(run_checks(Subject(CpuCandidate(), spec, quick=True)))
+    assert [check.name for check in checks if check.passed is False] == []
+
+
 @pytest.mark.alone
 @pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
 def test_soak_holds_out_and_finds_a_wrong_answer(kv_dtype):

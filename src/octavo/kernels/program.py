@@ -78,7 +78,7 @@ def op(**fields: DTypeLike) -> Callable[[Callable[..., None]], Op]:
     """Compile ``function(thread, num_threads, counter, args)`` as an op over a record.
 
     ``counter`` is the address of an int64 that is 0 when the op begins and that its threads share
-    (:func:`fetch_add`); ``numba.carray(args, 1)[0]`` has the fields: numbers, and addresses as
+    (:func:`fetch_add`); ``carray(args, 1)[0]`` has the fields: numbers, and addresses as
     int64 (:func:`float32s` and its like make arrays of them). An op neither raises nor allocates.
     """
     record = np.dtype([(name, np.dtype(kind)) for name, kind in fields.items()], align=True)
@@ -119,7 +119,6 @@ float32s = _maker("float32", np.float32)
 int64s = _maker("int64", np.int64)
 int32s = _maker("int32", np.int32)
 uint32s = _maker("uint32", np.uint32)
-uint16s = _maker("uint16", np.uint16)  # bfloat16, float16
 int8s = _maker("int8", np.int8)
 
 

@@ -27,8 +27,13 @@ def vector(element: Any, lanes: int) -> Any:
     return ir.VectorType(element, lanes)
 
 
+def fill(element: Any, value: float, lanes: int) -> Value:
+    """A constant vector of one value."""
+    return ir.Constant(vector(element, lanes), [value] * lanes)
+
+
 def constant(value: float, lanes: int) -> Value:
-    return ir.Constant(vector(F32, lanes), [value] * lanes)
+    return fill(F32, value, lanes)
 
 
 def zeros(lanes: int) -> Value:
@@ -39,14 +44,9 @@ def pointer(b: Builder, address: Value, offset: int, kind: Any) -> Value:
     return b.inttoptr(b.add(address, I64(offset)), kind.as_pointer())
 
 
-def load(b: Builder, address: Value, index: int, lanes: int, size: int) -> Value:
-    """``lanes`` numbers of ``size`` bytes from element ``index`` on, as float32."""
-    if size == 4:
-        return b.load(pointer(b, address, 4 * index, vector(F32, lanes)), align=4)
-    half = b.load(pointer(b, address, 2 * index, vector(ir.IntType(16), lanes)), align=2)
-    word = vector(I32, lanes)
-    bits = b.shl(b.zext(half, word), ir.Constant(word, [16] * lanes))
-    return b.bitcast(bits, vector(F32, lanes))
+def load(b: Builder, address: Value, index: int, lanes: int) -> Value:
+    """``lanes`` float32s from element ``index`` on."""
+    return b.load(pointer(b, address, 4 * index, vector(F32, lanes)), align=4)
 
 
 def load_scalar(b: Builder, address: Value, index: int) -> Value:
@@ -159,11 +159,6 @@ def tree(combine: Callable[[Value, Value], Value], values: Sequence[Value]) -> V
         pairs = [combine(x, y) for x, y in zip(values[::2], values[1::2], strict=False)]
         values = pairs + list(values[len(pairs) * 2 :])
     return values[0]
-
-
-def fill(element: Any, value: float, lanes: int) -> Value:
-    """A constant vector of one value."""
-    return ir.Constant(vector(element, lanes), [value] * lanes)
 
 
 def load_vector(b: Builder, address: Value, offset: int, kind: Any) -> Value:

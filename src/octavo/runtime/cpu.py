@@ -20,7 +20,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from octavo.attention.candidates import Selection
 from octavo.attention.cpu_step import REPLAN, CpuPlan
-from octavo.attention.spec import AttentionSpec, KVLayout
+from octavo.attention.spec import KVLayout
 from octavo.engine.batch import StepBatch
 from octavo.engine.sampling import SampleOutput, SamplingBatch
 from octavo.kernels.next_tokens.cpu import next_tokens
@@ -55,7 +55,8 @@ def load_cpu(
     crew = team(model.num_threads)
     int8 = config.quantization == "int8"
     weights = load_weights(spec, model.checkpoint, crew, int8=int8)
-    groups = [_open(selection.decode_spec, crew) for selection in selections]
+    specs = [selection.decode_spec for selection in selections]
+    groups = [Attention(spec, CpuPlan(spec, crew.num_threads)) for spec in specs]
     group_of = {layer: g for g, group in enumerate(model.groups) for layer in group.layers}
     layers = [group_of[layer] for layer in range(spec.num_layers)]
     layouts = [s.kv_layout(blocks) for s, blocks in zip(selections, num_blocks, strict=True)]
@@ -69,10 +70,6 @@ def load_cpu(
         max_tokens=config.max_num_batched_tokens,
         exact=config.exact,
     )
-
-
-def _open(spec: AttentionSpec, crew: Team) -> Attention:
-    return Attention(spec, CpuPlan(spec, crew.num_threads))
 
 
 class CpuRuntime:

@@ -18,9 +18,9 @@ NEEDLE_MARGIN = 20.0  # a needle's score lies so far above that all others weigh
 
 @dataclass(frozen=True)
 class Problem:
-    """R rows of known keys and values, and the queries to ask. Dtypes are the spec's; keys and
-    values are numbers that the KV dtype holds exactly, so that no check has to allow for what it
-    rounds (``checks.round_trip`` asks that of int8)."""
+    """R rows of known keys and values, and the queries to ask. Dtypes are the spec's, but float32
+    for keys and values that int8 will hold. These are numbers that the KV dtype holds exactly, so
+    that no check has to allow for what it rounds (``checks.round_trip`` asks that of int8)."""
 
     spec: AttentionSpec
     batch: AttentionBatch
@@ -65,8 +65,11 @@ def make_problem(
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=spec.device)
 
+    # In int8 a number is its token's scale times a whole number: bfloat16 would round it before.
+    stored_dtype = torch.float32 if spec.kv_dtype == "int8" else getattr(torch, spec.dtype)
+
     def stored(*shape: int) -> Tensor:
-        return held(normal(*shape), spec).to(getattr(torch, spec.dtype))
+        return held(normal(*shape), spec).to(stored_dtype)
 
     return Problem(
         spec,
@@ -105,7 +108,7 @@ def hide_needles(problem: Problem, places: Sequence[int]) -> None:
             needle = held(needle, spec)
         keys[place] = needle.to(keys.dtype)
         problem.q[edges[row] : edges[row + 1]] = direction.repeat_interleave(group, 0).to(
-            keys.dtype
+            problem.q.dtype
         )
 
 

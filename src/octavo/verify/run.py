@@ -17,8 +17,15 @@ from octavo.verify.speed import speed_checks
 
 SHAPES = ((16, 8, 128), (32, 8, 128), (9, 3, 64))  # query heads, KV heads, head size
 QUICK_CPU_SHAPES = ((16, 8, 128), (9, 3, 64))
-# Dtypes of queries and of keys and values.
-CPU_DTYPES = (("float32", "float32"), ("float32", "bfloat16"), ("float32", "int8"))
+# Dtypes of queries and of keys and values. On a CPU the engine's are float32 but for prefill's with
+# 8-bit activations, which may be rounded to bfloat16 (runtime/cpu_program.py).
+CPU_DTYPES = (
+    ("float32", "float32"),
+    ("float32", "bfloat16"),
+    ("float32", "int8"),
+    ("bfloat16", "bfloat16"),
+    ("bfloat16", "int8"),
+)
 GPU_DTYPES = (("bfloat16", "bfloat16"), ("float16", "float16"))
 
 

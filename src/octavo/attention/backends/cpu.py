@@ -1,7 +1,8 @@
-"""The ``cpu`` candidate: our split-KV decode kernel, shared over the cores.
+"""The ``cpu`` candidate: our split-KV decode kernel and our prefill, shared over the cores.
 
 Takes torch tensors or numpy arrays (of bfloat16 as uint16) and gives the same kind back; torch
-isn't imported for the latter. Queries are taken in float32, and so is everything computed.
+isn't imported for the latter. All is computed in float32, but for prefill's products with bfloat16
+queries (``cpu_step.prefill_call``).
 """
 
 from __future__ import annotations

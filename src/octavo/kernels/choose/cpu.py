@@ -12,12 +12,11 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from llvmlite import ir
 
 from octavo.kernels.jit import jit
-from octavo.kernels.late import intrinsic, numba, types
+from octavo.kernels.late import carray, intrinsic, types
 from octavo.kernels.program import fetch_add, float32s, int32s, int64s, op
-from octavo.kernels.vector_ir import I64, broadcast, exp, load, loop, reduce_sum, variable
+from octavo.kernels.vector_ir import I64, exp, load, loop, reduce_sum, variable, zeros
 
 UNSURE = -2
 TOO_MANY = -3
@@ -48,10 +47,10 @@ def _sum_of_exp(typing, address, count):
 
     def emit(context, b, signature, arguments):
         address, count = arguments
-        total = variable(b, broadcast(b, ir.Constant(ir.FloatType(), 0.0), _LANES))
+        total = variable(b, zeros(_LANES))
         stop = b.and_(count, I64(-_LANES))
         with loop(b, I64(0), stop, step=_LANES) as i:
-            x = load(b, b.add(address, b.mul(i, I64(_FLOAT))), 0, _LANES, _FLOAT)
+            x = load(b, b.add(address, b.mul(i, I64(_FLOAT))), 0, _LANES)
             b.store(b.fadd(b.load(total), exp(b, x)), total)
         return reduce_sum(b, b.load(total))
 
@@ -267,7 +266,7 @@ def draw(thread, num_threads, counter, args):
 
     All but numbers are addresses of arrays as in ``SamplingBatch``; ``scratch`` has
     ``scratch_bytes`` for each thread. An item is a row."""
-    a = numba.carray(args, 1)[0]
+    a = carray(args, 1)[0]
     width = a.width
     memory = a.scratch + thread * a.scratch_bytes
     scores = float32s(memory, width)

@@ -13,10 +13,12 @@ from __future__ import annotations
 import numpy as np
 
 from octavo.kernels.jit import jit
+from octavo.kernels.kv_store.cpu_round import LANES, put_bfloat16s
 from octavo.kernels.late import register_jitable
-from octavo.kernels.program import float32s, int8s, uint16s, uint32s
+from octavo.kernels.program import float32s, int8s, uint32s
 
 TILE = 16  # tokens
+ROW_BYTES = 4 * TILE  # of a tile of keys: a word of each token
 KV_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}  # of one number
 
 
@@ -42,10 +44,8 @@ def store_key(key, width, tile, lane, kv_bytes):
         for d in range(width):
             words[d, lane] = numbers[d]
     elif kv_bytes == 2:
-        numbers, halves = uint32s(key, width), uint16s(tile, (width // 2, TILE, 2))
-        for d in range(width // 2):
-            halves[d, lane, 0] = bfloat16_bits(numbers[2 * d])
-            halves[d, lane, 1] = bfloat16_bits(numbers[2 * d + 1])
+        for d in range(0, width, LANES):
+            put_bfloat16s(key + 4 * d, tile + 4 * (TILE * d // 2 + lane), ROW_BYTES, 2)
     else:
         values, quarters = float32s(key, width), int8s(tile, (width // 4, TILE, 4))
         scale, inverse = scale_of(values)
@@ -63,24 +63,15 @@ def store_value(value, width, tile, lane, kv_bytes):
         for d in range(width):
             words[lane, d] = numbers[d]
     elif kv_bytes == 2:
-        numbers, halves = uint32s(value, width), uint16s(tile, (TILE // 2, width, 2))
-        for d in range(width):
-            halves[lane // 2, d, lane % 2] = bfloat16_bits(numbers[d])
+        row = tile + 4 * width * (lane // 2) + 2 * (lane % 2)
+        for d in range(0, width, LANES):
+            put_bfloat16s(value + 4 * d, row + 4 * d, 4, 1)
     else:
         values, quarters = float32s(value, width), int8s(tile, (TILE // 4, width, 4))
         scale, inverse = scale_of(values)
         for d in range(width):
             quarters[lane // 4, d, lane % 4] = np.int8(np.rint(values[d] * inverse))
         float32s(tile + TILE * width, TILE)[lane] = scale
-
-
-@jit
-def bfloat16_bits(bits):
-    """A float32's bits rounded to those of a bfloat16, to nearest even."""
-    if bits & np.uint32(0x7FFFFFFF) > np.uint32(0x7F800000):
-        return np.uint16(0x7FC0)  # rounding could turn a NaN into an infinity
-    rounding = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-    return np.uint16((bits + rounding) >> np.uint32(16))
 
 
 @jit

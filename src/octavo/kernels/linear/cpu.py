@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from octavo.kernels import levels
 from octavo.kernels.jit import jit
-from octavo.kernels.late import intrinsic, numba, types
+from octavo.kernels.late import carray, intrinsic, types
 from octavo.kernels.linear.cpu_amx import TOKENS, emit_config, emit_q8_tiles, emit_release
 from octavo.kernels.linear.cpu_dot import LEVELS
 from octavo.kernels.linear.cpu_finish import emit_gate, emit_store
@@ -64,9 +64,9 @@ def linear(
     bytes apart. ``out``: float32 rows, ``out_stride`` bytes apart, N wide. ``bias``: N float32, or,
     with weights packed as ``gated``, in the order of ``packing.in_packed_order``. ``accumulate``:
     out += x w + bias. ``activation``: "silu" or "gelu_tanh", with ``gated`` weights:
-    out = act(gate) * up, N / 2 wide. ``out_q8``: q8 rows that take the
-    result, where it is a multiple of 32 wide; then ``out`` may be left out. ``level``: by default
-    that of ``kernels.levels``.
+    out = act(gate) * up, N / 2 wide. ``out_q8``: q8 rows that take the result, where it is a
+    multiple of 32 wide; then ``out`` may be left out. ``level``: by default that of
+    ``kernels.levels``.
 
     Raises ValueError where these don't go together.
     """
@@ -124,7 +124,7 @@ def linear_op(format: str, mode: str, level: str) -> Op:
         activation="i8", out_q8="i8", out_q8_stride="i8",
     )  # fmt: skip
     def linear(thread, num_threads, counter, args):
-        a = numba.carray(args, 1)[0]
+        a = carray(args, 1)[0]
         num_tokens = int64s(a.num_tokens, 1)[0]
         pairs = (a.num_blocks + 1) // 2
         pair_bytes = 2 * a.block_bytes
@@ -190,6 +190,7 @@ def pairs_of_item(pairs, step, pair_bytes, num_tokens, num_threads):
 
 @intrinsic(prefer_literal=True)
 def add_up(typing, kind, block, other, x, x_stride, num_tokens, num_columns, ahead, sums):
+    """The sums of two blocks for a tile of tokens: see ``cpu_product``."""
     format, mode, name = kind.literal_value.split()
 
     def emit(context, b, signature, arguments):
@@ -230,6 +231,8 @@ def _in_pieces(b, level, tile, emit):
 
 @intrinsic
 def gate(typing, sums, num_tokens, bias, gelu):
+    """See ``cpu_finish.emit_gate``."""
+
     def emit(context, b, signature, arguments):
         emit_gate(b, *arguments)
         return context.get_dummy_value()
@@ -239,6 +242,8 @@ def gate(typing, sums, num_tokens, bias, gelu):
 
 @intrinsic
 def store(typing, sums, num_tokens, count, bias, out, out_stride, accumulate):
+    """See ``cpu_finish.emit_store``."""
+
     def emit(context, b, signature, arguments):
         emit_store(b, *arguments)
         return context.get_dummy_value()
@@ -322,7 +327,7 @@ def embed_op(format: str, level: str) -> Op:
         out_stride="i8", factor="f4",
     )  # fmt: skip
     def embed(thread, num_threads, counter, args):
-        a = numba.carray(args, 1)[0]
+        a = carray(args, 1)[0]
         num_tokens = int64s(a.num_tokens, 1)[0]
         input_ids = int32s(a.input_ids, num_tokens)
         while True:

@@ -13,7 +13,7 @@ from typing import Any
 from llvmlite import ir
 
 from octavo.checkpoint.quants import FORMATS as FILE_FORMATS
-from octavo.kernels.late import intrinsic, numba, types
+from octavo.kernels.late import carray, intrinsic, types
 from octavo.kernels.linear.cpu_formats import (
     FLOAT_BYTES,
     FORMATS,
@@ -242,7 +242,7 @@ def pack_op(before: str, after: str) -> Op:
     @op(sources="i8", target="i8", block_bytes="i8", num_blocks="i8", columns="i8")
     def pack(thread, num_threads, counter, args):
         """``sources``: addresses of the packed rows in the file, int64, 0 for a row of padding."""
-        a = numba.carray(args, 1)[0]
+        a = carray(args, 1)[0]
         sources = int64s(a.sources, a.num_blocks * ROWS)
         while True:
             first = fetch_add(counter, AT_ONCE)

@@ -211,7 +211,7 @@ class Activations:
 
     def number(self, index: int) -> Value:
         """Its scale, the sum of its int8, the sum of either half, in all lanes."""
-        return broadcast(self.b, load_scalar(self.b, self.numbers, index), self.lanes)
+        return _number(self.b, self.numbers, index, self.lanes)
 
     def part(self, part: int) -> Value:
         """The sum of the int8 of a part with a scale of its own."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from llvmlite import ir
 
-from octavo.kernels.late import intrinsic, numba, types
+from octavo.kernels.late import carray, intrinsic, types
 from octavo.kernels.program import fetch_add, float32s, int32s, int64s, op
 from octavo.kernels.vector_ir import (
     I32,
     I64,
-    broadcast,
     call,
+    constant,
+    fill,
     larger,
     load,
     loop,
@@ -32,13 +32,12 @@ def _largest_of_whole_vectors(typing, address, count):
 
     def emit(context, b, signature, arguments):
         address, count = arguments
-        lowest = broadcast(b, ir.Constant(ir.FloatType(), -math.inf), _LANES)
         words = vector(I32, _LANES)
-        top = variable(b, lowest)
-        nans = variable(b, ir.Constant(words, [0] * _LANES))
+        top = variable(b, constant(-math.inf, _LANES))
+        nans = variable(b, fill(I32, 0, _LANES))
         stop = b.and_(count, I64(-_LANES))
         with loop(b, I64(0), stop, step=_LANES) as i:
-            x = load(b, b.add(address, b.mul(i, I64(4))), 0, _LANES, 4)
+            x = load(b, b.add(address, b.mul(i, I64(4))), 0, _LANES)
             b.store(larger(b, x, b.load(top)), top)
             b.store(b.or_(b.load(nans), b.zext(b.fcmp_unordered("uno", x, x), words)), nans)
         bad = call(b, f"llvm.vector.reduce.add.v{_LANES}i32", b.load(nans), returns=I32)
@@ -53,7 +52,7 @@ def finish_logits(thread, num_threads, counter, args):
     """``count`` is the address of the number of rows L, ``logits`` [L, width] float32 are capped
     in place (``cap`` 0: not), ``best`` [L] int32 gets the index of each row's largest. An item is
     a row."""
-    a = numba.carray(args, 1)[0]
+    a = carray(args, 1)[0]
     rows = int64s(a.count, 1)[0]
     best = int32s(a.best, rows)
     while True:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from octavo.kernels.late import numba
+from octavo.kernels.late import carray
 from octavo.kernels.program import fetch_add, int32s, int64s, op
 
 
@@ -14,7 +14,7 @@ def next_tokens(thread, num_threads, counter, args):
     step's values; the values of further steps follow. One thread does it all."""
     if fetch_add(counter, 1) != 0:
         return
-    a = numba.carray(args, 1)[0]
+    a = carray(args, 1)[0]
     num_rows = int64s(a.num_rows, 1)[0]
     state = int64s(a.state, 2)
     step = state[0]

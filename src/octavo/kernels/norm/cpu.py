@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 from octavo.kernels.jit import jit
-from octavo.kernels.late import numba
+from octavo.kernels.late import carray
 from octavo.kernels.linear.cpu_q8 import quantize_row
 from octavo.kernels.program import float32s, int32s, int64s, next_run, op
 
@@ -60,7 +60,7 @@ def add_norm(thread, num_threads, counter, args):
     (neither where they are 0). ``count`` is the address of the number of rows; the arrays are
     float32, ``rows`` int32. ``out_q8``, if not 0, gets the result as q8 rows too, ``q8_stride``
     bytes apart (see ``octavo.kernels.linear``)."""
-    a = numba.carray(args, 1)[0]
+    a = carray(args, 1)[0]
     count = int64s(a.count, 1)[0]
     first, stop = next_run(-1, thread, num_threads, counter, count)
     while first < count:

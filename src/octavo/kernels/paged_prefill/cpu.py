@@ -1,7 +1,7 @@
 """Causal attention of rows with many query tokens, on a CPU: prompts, chunks, mixed batches.
 
 The reference is ``split_attention/reference.causal_prefill``; ``kv_store/cpu.py`` says how keys and
-values lie. A work item is a tile of query tokens for one KV head: some 100 rows, a row for each
+values lie. A work item is a tile of query tokens for one KV head: some 200 rows, a row for each
 token and head that reads it. It goes through the keys it sees in blocks: both are unpacked once, a
 product makes the scores, softmax against the rows' running maxima the weights, and a second product
 adds up the values. What a row gets depends on its sequence and its place in the step, and on
@@ -114,11 +114,12 @@ def prefill_op(group: int, head_dim: int, v_head_dim: int, kv_bytes: int, room: 
         plan = plan_at(a.plan)
         tiles = int32s(plan.tiles, (plan.num_tiles, 4))
         queries = plan.scratch + thread * plan.scratch_bytes
-        scaled = queries + rows_at_most * row_bytes if in_pairs else queries
-        outs = scaled + rows_at_most * row_bytes
+        gathered = queries + rows_at_most * row_bytes if in_pairs else queries
+        outs = gathered + rows_at_most * row_bytes
         scores = outs + rows_at_most * v_row_bytes
-        weights = scores + PART * SCORE_STRIDE
-        keys = weights + PART * 4 * KEY_BLOCK
+        split = scores + PART * SCORE_STRIDE
+        weights = split if tiles_multiply else scores
+        keys = split + PART * 4 * KEY_BLOCK
         values = keys + KEY_BLOCK * row_bytes
         m = values + KEY_BLOCK * v_row_bytes
         l = m + 4 * rows_at_most
@@ -134,11 +135,11 @@ def prefill_op(group: int, head_dim: int, v_head_dim: int, kv_bytes: int, room: 
             count, position = np.int64(tiles[number, 2]), np.int64(tiles[number, 3])
             table = int32s(plan.block_table + 4 * row * plan.table_width, plan.table_width)
             rows = count * group
-            gather_queries(a, token, count, kv_head, group, head_dim, width, scaled)
+            gather_queries(a, token, count, kv_head, group, head_dim, width, gathered)
             if tiles_multiply:
-                split_rows(scaled, queries, rows, width // 32, row_bytes, q_stride)
+                split_rows(gathered, queries, rows, width // 32, row_bytes, q_stride)
             elif pairs_multiply:
-                round_rows(scaled, queries, rows, width // 32, row_bytes, q_stride)
+                round_rows(gathered, queries, rows, width // 32, row_bytes, q_stride)
             begin_rows(outs, m, l, rows, v_width)
             stop = position + count
             oldest = max(0, position - a.window + 1) if a.window > 0 else 0
@@ -198,8 +199,10 @@ def prefill_op(group: int, head_dim: int, v_head_dim: int, kv_bytes: int, room: 
                     )
                     if kv_bytes == 1:
                         multiply_rows(scores, k_scales, part, columns)
+                    factor = a.scale
                     if a.soft_cap > 0:
-                        cap_rows(scores, part, columns, a.soft_cap)
+                        cap_rows(scores, part, columns, a.scale, a.soft_cap)
+                        factor = np.float32(1)
                     newest = position + first // group - block  # that the first row sees
                     if a.window > 0:
                         for i in range(part):
@@ -210,9 +213,10 @@ def prefill_op(group: int, head_dim: int, v_head_dim: int, kv_bytes: int, room: 
                         hide_newer(scores, part, whole, columns, position - block, first, group)
                     weigh_rows(
                         scores,
-                        weights if tiles_multiply else scores,
+                        weights,
                         v_scales,
                         columns,
+                        factor,
                         m + 4 * first,
                         l + 4 * first,
                         outs + first * v_row_bytes,
@@ -227,7 +231,7 @@ def prefill_op(group: int, head_dim: int, v_head_dim: int, kv_bytes: int, room: 
                     elif pairs_multiply:
                         v_depth = (seen + 1) // 2
                     multiply_add(
-                        weights if tiles_multiply else scores,
+                        weights,
                         values,
                         outs + first * v_row_bytes,
                         PART,
@@ -248,13 +252,13 @@ def prefill_op(group: int, head_dim: int, v_head_dim: int, kv_bytes: int, room: 
 
 @jit
 def gather_queries(a, token, count, kv_head, group, head_dim, width, target):
-    """The tile's queries, times the scale, as rows of ``width``: by token, then by head."""
+    """The tile's queries as rows of ``width``: by token, then by head."""
     heads = a.num_kv_heads * group
     for i in range(count):
         given = a.q + 4 * ((token + i) * heads + kv_head * group) * head_dim
         for g in range(group):
             row = target + 4 * (i * group + g) * width
-            scale_row(given + 4 * g * head_dim, row, head_dim, a.scale)
+            scale_row(given + 4 * g * head_dim, row, head_dim, np.float32(1))
             float32s(row + 4 * head_dim, width - head_dim)[:] = 0
 
 

@@ -89,12 +89,12 @@ def _multiply_vectors(
         for y in range(height):
             for x in range(width):
                 there = c_stride // 4 * y + LANES * x
-                start = zeros(LANES) if fresh else load(builder, out, there, LANES, 4)
+                start = zeros(LANES) if fresh else load(builder, out, there, LANES)
                 sums[y, x] = variable(builder, start)
         with loop(builder, I64(0), depth) as k:
             row = builder.add(left, builder.mul(k, I64(4)))
             step = builder.add(right, builder.mul(k, I64(b_step)))
-            values = [load(builder, step, b_column // 4 * x, LANES, 4) for x in range(width)]
+            values = [load(builder, step, b_column // 4 * x, LANES) for x in range(width)]
             for y in range(height):
                 element = broadcast(builder, load_scalar(builder, row, a_stride // 4 * y), LANES)
                 for x, value in enumerate(values):
@@ -192,7 +192,7 @@ def split_rows(typing, source, target, rows, steps, source_stride, target_stride
             line = b.add(block, b.mul(b.and_(i, I64(15)), I64(64)))
             pair = b.add(b.add(target, line), b.mul(k, I64(TILE_PAIR)))
             numbers = b.add(row, b.mul(k, I64(128)))
-            store_split(b, [load(b, numbers, d, LANES, 4) for d in (0, LANES)], pair)
+            store_split(b, [load(b, numbers, d, LANES) for d in (0, LANES)], pair)
         return context.get_dummy_value()
 
     return types.void(source, target, rows, steps, source_stride, target_stride), emit
@@ -208,7 +208,7 @@ def round_rows(typing, source, target, rows, steps, source_stride, target_stride
             row = b.add(source, b.mul(i, I64(source_stride.literal_value)))
             numbers = b.add(row, b.mul(k, I64(128)))
             place = b.add(target, b.mul(i, I64(target_stride.literal_value)))
-            halves = rounded_pairs(b, *(load(b, numbers, d, LANES, 4) for d in (0, LANES)))
+            halves = rounded_pairs(b, *(load(b, numbers, d, LANES) for d in (0, LANES)))
             store_vector(b, halves, b.add(place, b.mul(k, I64(64))), 0)
         return context.get_dummy_value()
 

@@ -16,7 +16,6 @@ from octavo.kernels.paged_prefill.cpu_products import (
     AMX,
     PAIRS,
     TILE_PAIR,
-    dot_pairs,
     rounded_pairs,
     store_split,
 )
@@ -98,7 +97,7 @@ def scale_row(typing, source, target, width, factor):
         source, target, _, factor = arguments
         for d in range(0, width.literal_value, TILE):
             lanes = min(TILE, width.literal_value - d)
-            numbers = load(b, source, d, lanes, 4)
+            numbers = load(b, source, d, lanes)
             store_vector(b, b.fmul(numbers, broadcast(b, factor, lanes)), target, d)
         return context.get_dummy_value()
 
@@ -119,7 +118,7 @@ def keep(typing, scores, columns, start, stop):
             number = broadcast(b, b.trunc(b.mul(j, I64(TILE)), I32), TILE)
             number = b.add(number, ir.Constant(words, list(range(TILE))))
             shown = b.and_(b.icmp_signed(">=", number, first), b.icmp_signed("<", number, last))
-            score = b.select(shown, load(b, place, 0, TILE, 4), constant(-math.inf, TILE))
+            score = b.select(shown, load(b, place, 0, TILE), constant(-math.inf, TILE))
             store_vector(b, score, place, 0)
         return context.get_dummy_value()
 
@@ -142,7 +141,7 @@ def hide_newer(typing, scores, rows, start, stop, newest, first, group):
                 place = _score(b, scores, i, j)
                 number = broadcast(b, b.trunc(b.mul(j, I64(TILE)), I32), TILE)
                 shown = b.icmp_signed("<=", b.add(number, lanes), limit)
-                score = b.select(shown, load(b, place, 0, TILE, 4), constant(-math.inf, TILE))
+                score = b.select(shown, load(b, place, 0, TILE), constant(-math.inf, TILE))
                 store_vector(b, score, place, 0)
         return context.get_dummy_value()
 
@@ -151,38 +150,51 @@ def hide_newer(typing, scores, rows, start, stop, newest, first, group):
 
 @intrinsic(prefer_literal=True)
 def weigh_rows(
-    typing, scores, weights, v_scales, columns, m, l, outs, v_width, weight_stride, kv_bytes, room
+    typing,
+    scores,
+    weights,
+    v_scales,
+    columns,
+    factor,
+    m,
+    l,
+    outs,
+    v_width,
+    weight_stride,
+    kv_bytes,
+    room,
 ):
-    """From PART rows of scores to their weights ``exp(score - M)``, where ``M`` is the larger of a
-    row's maximum and the running one in ``m``, which it replaces. Discounts the running sums in
-    ``l``, to which the weights' are added, and the sums of values in ``outs`` [PART, v_width].
+    """From PART rows of scores to their weights ``exp(factor * score - M)``, where ``M`` is the
+    larger of a row's maximum and the running one in ``m``, which it replaces. Discounts the running
+    sums in ``l``, to which the weights' are added, and the sums of values in ``outs``
+    [PART, v_width].
 
-    Weights go where the second product wants them, int8 values' scales multiplied in; as PAIRS they
-    are bfloat16s, and where they have no such factor the sums are theirs. The columns are even in
-    number."""
+    Weights go where the second product wants them, int8 values' scales multiplied in, as PAIRS
+    rounded to bfloat16; the sums are of what they are before. The columns are even in number."""
 
     def emit(context, b, signature, arguments):
-        scores, weights, v_scales, columns, m, l, outs = arguments[:7]
+        scores, weights, v_scales, columns, factor, m, l, outs = arguments[:8]
         width, stride = v_width.literal_value, weight_stride.literal_value
         several = range(ROWS_AT_ONCE)
         is_rough = room.literal_value == PAIRS
-        sums_rounded = is_rough and kv_bytes.literal_value == 2
-        ones = fill(I32, 0x3F803F80, TILE)  # pairs of bfloat16s
+        unit = LOG2_E if is_rough else 1.0
+        rate = broadcast(b, b.fmul(factor, F32(unit)), TILE)
         with loop(b, I64(0), I64(PART), step=ROWS_AT_ONCE) as i:
             first = b.add(scores, b.mul(i, I64(SCORE_STRIDE)))
             places = [b.add(first, I64(SCORE_STRIDE * r)) for r in several]
             tops, sums = (b.add(x, b.mul(i, I64(4))) for x in (m, l))
             old = [load_scalar(b, tops, r) for r in several]
-            highest = [variable(b, broadcast(b, x, TILE)) for x in old]
+            highest = [variable(b, constant(-math.inf, TILE)) for _ in several]
             with loop(b, I64(0), columns, step=2) as j:
                 for place, top in zip(places, highest, strict=True):
                     here = b.add(place, b.mul(j, I64(64)))
-                    pair = larger(b, load(b, here, 0, TILE, 4), load(b, here, TILE, TILE, 4))
+                    pair = larger(b, load(b, here, 0, TILE), load(b, here, TILE, TILE))
                     b.store(larger(b, pair, b.load(top)), top)
-            top = [reduce_max(b, b.load(x)) for x in highest]
-            lanes = [broadcast(b, x, TILE) for x in top]
-            if is_rough:
-                lanes = [b.fmul(x, constant(-LOG2_E, TILE)) for x in lanes]
+            top = [
+                larger(b, b.fmul(reduce_max(b, b.load(x)), factor), before)
+                for x, before in zip(highest, old, strict=True)
+            ]
+            lanes = [broadcast(b, b.fmul(x, F32(-unit)), TILE) for x in top]
             totals = [variable(b, zeros(TILE)) for _ in several]
             if room.literal_value == AMX:
                 block = b.mul(b.lshr(i, I64(4)), I64(stride))
@@ -192,33 +204,26 @@ def weigh_rows(
                 targets, step = places, 64 if is_rough else 128
             with loop(b, I64(0), columns, step=2) as j:
                 offset = b.mul(j, I64(64))
-                scales = [load(b, b.add(v_scales, offset), d, TILE, 4) for d in (0, TILE)]
+                scales = [load(b, b.add(v_scales, offset), d, TILE) for d in (0, TILE)]
                 for r in several:
                     here = b.add(places[r], offset)
-                    pair = [load(b, here, d, TILE, 4) for d in (0, TILE)]
-                    if is_rough:
-                        powers = [fma(b, x, constant(LOG2_E, TILE), lanes[r]) for x in pair]
-                        pair = [rough_power_of_two(b, x) for x in powers]
-                    else:
-                        pair = [exp_below_88(b, b.fsub(x, lanes[r])) for x in pair]
-                    if not sums_rounded:
-                        b.store(b.fadd(b.load(totals[r]), b.fadd(*pair)), totals[r])
+                    pair = [load(b, here, d, TILE) for d in (0, TILE)]
+                    power = rough_power_of_two if is_rough else exp_below_88
+                    pair = [power(b, fma(b, x, rate, lanes[r])) for x in pair]
+                    b.store(b.fadd(b.load(totals[r]), b.fadd(*pair)), totals[r])
                     if kv_bytes.literal_value == 1:
                         pair = [b.fmul(w, scale) for w, scale in zip(pair, scales, strict=True)]
                     there = b.add(targets[r], b.mul(b.lshr(j, I64(1)), I64(step)))
                     if room.literal_value == AMX:
                         store_split(b, pair, there)
                     elif is_rough:
-                        halves = rounded_pairs(b, *pair)
-                        store_vector(b, halves, there, 0)
-                        if sums_rounded:
-                            b.store(dot_pairs(b, halves, ones, b.load(totals[r])), totals[r])
+                        store_vector(b, rounded_pairs(b, *pair), there, 0)
                     else:
                         for d, w in zip((0, TILE), pair, strict=True):
                             store_vector(b, w, there, d)
             for r in several:
-                factor = exp_below_88(b, broadcast(b, b.fsub(old[r], top[r]), TILE))
-                one = b.extract_element(factor, I32(0))
+                discount = exp_below_88(b, broadcast(b, b.fsub(old[r], top[r]), TILE))
+                one = b.extract_element(discount, I32(0))
                 before = b.fmul(load_scalar(b, sums, r), one)
                 total = b.fadd(before, reduce_sum(b, b.load(totals[r])))
                 store_scalar(b, top[r], b.add(tops, I64(4 * r)))
@@ -226,25 +231,27 @@ def weigh_rows(
                 out = b.add(outs, b.mul(b.add(i, I64(r)), I64(4 * width)))
                 with b.if_then(b.fcmp_unordered("!=", one, ir.Constant(F32, 1.0))):
                     for d in range(0, width, TILE):
-                        store_vector(b, b.fmul(load(b, out, d, TILE, 4), factor), out, d)
+                        store_vector(b, b.fmul(load(b, out, d, TILE), discount), out, d)
         return context.get_dummy_value()
 
-    kinds = (scores, weights, v_scales, columns, m, l, outs)
+    kinds = (scores, weights, v_scales, columns, factor, m, l, outs)
     return types.void(*kinds, v_width, weight_stride, kv_bytes, room), emit
 
 
 @intrinsic
-def cap_rows(typing, scores, rows, columns, cap):
-    """Replace scores ``s`` by ``cap * tanh(s / cap)``."""
+def cap_rows(typing, scores, rows, columns, factor, cap):
+    """Replace scores ``s`` by ``cap * tanh(factor * s / cap)``."""
 
     def emit(context, b, signature, arguments):
-        scores, rows, columns, cap = arguments
+        scores, rows, columns, factor, cap = arguments
+        factors = broadcast(b, factor, TILE)
         with loop(b, I64(0), rows) as i, loop(b, I64(0), columns) as j:
             place = _score(b, scores, i, j)
-            store_vector(b, soft_cap(b, load(b, place, 0, TILE, 4), cap), place, 0)
+            scaled = b.fmul(load(b, place, 0, TILE), factors)
+            store_vector(b, soft_cap(b, scaled, cap), place, 0)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, types.int64, types.float32), emit
+    return types.void(*[types.int64] * 3, types.float32, types.float32), emit
 
 
 @intrinsic
@@ -254,10 +261,10 @@ def multiply_rows(typing, scores, factors, rows, columns):
     def emit(context, b, signature, arguments):
         scores, factors, rows, columns = arguments
         with loop(b, I64(0), columns) as j:
-            factor = load(b, b.add(factors, b.mul(j, I64(64))), 0, TILE, 4)
+            factor = load(b, b.add(factors, b.mul(j, I64(64))), 0, TILE)
             with loop(b, I64(0), rows) as i:
                 place = _score(b, scores, i, j)
-                store_vector(b, b.fmul(load(b, place, 0, TILE, 4), factor), place, 0)
+                store_vector(b, b.fmul(load(b, place, 0, TILE), factor), place, 0)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 4), emit

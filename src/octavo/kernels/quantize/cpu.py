@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from octavo.kernels.late import numba
+from octavo.kernels.late import carray
+from octavo.kernels.linear.cpu_formats import GROUP
 from octavo.kernels.linear.cpu_q8 import quantize_group
 from octavo.kernels.program import int64s, next_run, op
 
-GROUP = 32
 _ITEM = 16  # groups of an item: some 100 ns
 
 
@@ -14,7 +14,7 @@ _ITEM = 16  # groups of an item: some 100 ns
 def quantize(thread, num_threads, counter, args):
     """Rows of ``x`` [T, columns] float32 as q8 rows, ``out_stride`` bytes apart, at ``out``;
     ``count`` is the address of T, ``columns`` a multiple of 32. An item is a part of a row."""
-    a = numba.carray(args, 1)[0]
+    a = carray(args, 1)[0]
     groups = a.columns // GROUP
     parts = (groups + _ITEM - 1) // _ITEM
     count = int64s(a.count, 1)[0] * parts

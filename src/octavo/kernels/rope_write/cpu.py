@@ -14,11 +14,10 @@ from llvmlite import ir
 from octavo.kernels.attention_plan.cpu import plan_at
 from octavo.kernels.jit import jit
 from octavo.kernels.kv_store.cpu import TILE, store_token, tile_of
+from octavo.kernels.kv_store.cpu_round import LANES
 from octavo.kernels.late import carray, intrinsic, types
 from octavo.kernels.program import fetch_add, float32s, int32s, int64s, op
 from octavo.kernels.vector_ir import I32, I64, load, store_vector, vector
-
-LANES = 8  # of a vector: every head is so many numbers, or a multiple
 
 
 @jit(fastmath={"reassoc", "contract"})
@@ -53,7 +52,7 @@ def combine_lanes(typing, address, size):
 
     def emit(context, b, signature, arguments):
         address, size = arguments
-        x = load(b, address, 0, LANES, 4)
+        x = load(b, address, 0, LANES)
         for step in (1, 2, 4):
             order = [i ^ step for i in range(LANES)]
             other = b.shuffle_vector(x, x, ir.Constant(vector(I32, LANES), order))
@@ -73,7 +72,7 @@ def combine_vectors(typing, first, second):
     """The sum of two vectors, and their difference."""
 
     def emit(context, b, signature, arguments):
-        x, y = (load(b, address, 0, LANES, 4) for address in arguments)
+        x, y = (load(b, address, 0, LANES) for address in arguments)
         for address, result in zip(arguments, (b.fadd(x, y), b.fsub(x, y)), strict=True):
             store_vector(b, result, address, 0)
         return context.get_dummy_value()

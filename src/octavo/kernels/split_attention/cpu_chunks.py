@@ -88,7 +88,7 @@ def chunk_scores(
                 for g in heads:
                     total = tree(b.fadd, [b.load(sums[g, c]) for c in range(chains)])
                     if size == 1:
-                        total = b.fmul(total, load(b, tile, TILE * width // 4, TILE, 4))
+                        total = b.fmul(total, load(b, tile, TILE * width // 4, TILE))
                     store_vector(b, total, row, g * CHUNK)
         return context.get_dummy_value()
 
@@ -105,7 +105,7 @@ def chunk_softmax(typing, scores, m, l):
     def emit(context, b, signature, arguments):
         scores, m, l = arguments
         offsets = range(0, CHUNK, TILE)
-        lanes = [load(b, scores, i, TILE, 4) for i in offsets]
+        lanes = [load(b, scores, i, TILE) for i in offsets]
         old = load_scalar(b, m, 0)
         top = larger(b, old, reduce_max(b, tree(lambda x, y: larger(b, x, y), lanes)))
         top_lanes = broadcast(b, top, TILE)
@@ -129,7 +129,7 @@ def chunk_soft_cap(typing, scores, cap):
     def emit(context, b, signature, arguments):
         scores, cap = arguments
         for i in range(0, CHUNK, TILE):
-            store_vector(b, soft_cap(b, load(b, scores, i, TILE, 4), cap), scores, i)
+            store_vector(b, soft_cap(b, load(b, scores, i, TILE), cap), scores, i)
         return context.get_dummy_value()
 
     return types.void(scores, types.float32), emit
@@ -158,15 +158,15 @@ def chunk_output(
                 b.mul(head, I64(4 * heads_of_group * CHUNK)),
             )
             if size == 1:
-                scales = load(b, tile, TILE * width // 4, TILE, 4)
+                scales = load(b, tile, TILE * width // 4, TILE)
                 for g in range(heads_of_group):
-                    scaled = b.fmul(load(b, row, g * CHUNK, TILE, 4), scales)
+                    scaled = b.fmul(load(b, row, g * CHUNK, TILE), scales)
                     store_vector(b, scaled, row, g * CHUNK)
             for heads in _runs(range(heads_of_group), heads_at_once):
                 passes = -(-len(heads) * len(vectors) // sums_at_once)
                 for columns in _runs(vectors, -(-len(vectors) // passes)):
                     sums = {
-                        (g, d): variable(b, load(b, target, g * width + d, n, 4))
+                        (g, d): variable(b, load(b, target, g * width + d, n))
                         for g in heads
                         for d, n in columns
                     }
