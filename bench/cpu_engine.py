@@ -8,10 +8,10 @@ Each engine is a process of its own that measures on demand, one at a time; llam
 llama-cpp-python made for this CPU, under the Python that ``--llama-python`` names, and is measured
 with flash attention on and off, of which the better counts. Decode figures are tokens a second
 behind a prompt that is cached; prefill figures are prompt tokens a second to the first token.
-Each is the median of several turns. "of limit" says how near Octavo comes to the machine, measured
-right after the turns: the bytes of a decode step against the bandwidth of reading as many, the
-operations of a prompt's products against the rate of the int8 dot product in registers. Prints a
-table, then one line of JSON.
+Each is the median of several turns. "of limit" says how near Octavo comes to the machine: the bytes
+of a decode step against the bandwidth of reading as many, measured in turn with both, the operations
+of a prompt's products against the rate of the int8 dot product in registers, measured after them.
+Prints a table, then one line of JSON.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ CONTEXTS = (32, 1024, 4096, 8064)  # SmolLM2 ends at 8,192
 PREFILLS = (512, 2048)
 LONGEST = 8192
 CONCURRENT, CONCURRENT_PROMPT, CONCURRENT_STEPS = 8, 32, 64
+READS = 25  # of a working set, for its bandwidth
 MEASURES = ("prefill", "decode", "int8", "memory", "concurrent", "busy", "start")
 
 
@@ -136,7 +137,8 @@ def serve(settings: dict[str, Any]) -> None:
 
 
 def read_bandwidth(nbytes: int) -> float:
-    """Bytes a second that the team reads of so many, over and over: the best of five."""
+    """Bytes a second that the team reads of so many, over and over: the median of some, as a
+    decode's figure is a mean of many steps. Where others use the memory, it moves by a third."""
     import numpy as np
 
     from octavo.kernels.program import Program
@@ -146,11 +148,11 @@ def read_bandwidth(nbytes: int) -> float:
     numbers = np.ones(nbytes // 8, np.int64)
     call = add_up.bind(numbers=numbers, count=len(numbers), total=np.zeros(1, np.int64))
     program, times = Program([call]), []
-    for _ in range(6):
+    for _ in range(1 + READS):
         begin = time.perf_counter()
         team().run(program)
         times.append(time.perf_counter() - begin)
-    return nbytes / min(times[1:])
+    return nbytes / median(times[1:])
 
 
 def measured_int8_rate() -> float:
@@ -225,11 +227,15 @@ def decoding(engine: Engine, ids: list[int], steps: int) -> Callable[[int], floa
     return lambda _: 1 / engine("decode", ids=ids, steps=steps)
 
 
-class Table:
-    """Rows of figures, printed as they come. ``ours`` tells what the machine can do."""
+def reading(engine: Engine, nbytes: float) -> Callable[[int], float]:
+    """How often a second the team reads so many bytes."""
+    return lambda _: engine("bandwidth", nbytes=int(nbytes)) / nbytes
 
-    def __init__(self, ours: Engine) -> None:
-        self._ours = ours
+
+class Table:
+    """Rows of figures, printed as they come."""
+
+    def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
         print(f"{'':34s}{'octavo':>10s}{'llama.cpp':>11s}{'ratio':>8s}{'of limit':>10s}")
 
@@ -239,18 +245,13 @@ class Table:
         unit: str,
         values: list[float],
         *,
-        nbytes: float = 0.0,
-        operations: float = 0.0,
+        limit: float | None = None,
         **more: float,
     ) -> None:
         """Our figure, then llama.cpp's with and without flash attention: the larger counts.
-        ``nbytes`` are read, or so many operations done, for one of what the figure counts."""
+        ``limit`` is what ours would be if the machine did nothing but read, or multiply."""
         best = max(values[1:], default=None)
-        share = None
-        if nbytes:
-            share = nbytes * values[0] / self._ours("bandwidth", nbytes=int(nbytes))
-        if operations:
-            share = operations * values[0] / self._ours("int8_rate")
+        share = None if limit is None else values[0] / limit
         row = {"figure": figure, "unit": unit, "octavo": values[0], "llama.cpp": best}
         row |= {"ratio": values[0] / best if best else None, "of limit": share, **more}
         self.rows.append(row)
@@ -299,29 +300,33 @@ def main() -> None:
     theirs = []
     if given.llama_python:
         theirs = [llama(given.llama_python, path, given.threads, flash) for flash in (True, False)]
-    table = Table(ours)
+    table = Table()
 
     if "prefill" in wanted:
         for length in prefills:
             ids = [prompt(length, seed, vocab_size) for seed in range(given.turns + 1)]
             measures = [prefilling(engine, ids) for engine in [ours, *theirs]]
             values = alternate(given.turns, *measures)
-            operations = 2 * layer_weights(checkpoint)
-            table.add(f"prefill {length:,}", "tok/s", values, operations=operations)
+            limit = ours("int8_rate") / (2 * layer_weights(checkpoint))
+            table.add(f"prefill {length:,}", "tok/s", values, limit=limit)
     weights = weights_nbytes(checkpoint)
     for context in contexts if {"decode", "int8"} & set(wanted) else ():
         ids_ = prompt(context, 1000 + context, vocab_size)
         steps = 64 if context <= 1024 else 32
-        engines = [ours, *ours_int8, *theirs]
-        first, *others = alternate(given.turns, *(decoding(e, ids_, steps) for e in engines))
         mean = context + steps / 2
-        nbytes = weights + kv_bytes(checkpoint.config, 2) * mean
-        llamas = others[len(ours_int8) :]
-        table.add(f"decode at {context:,}", "tok/s", [first, *llamas], nbytes=nbytes)
-        for value in others[: len(ours_int8)]:
-            nbytes = weights + kv_bytes(checkpoint.config, 1) * mean
-            name = f"decode at {context:,}, int8 KV"
-            table.add(name, "tok/s", [value, *llamas], nbytes=nbytes)
+        sizes_read = [
+            weights + kv_bytes(checkpoint.config, size) * mean for size in (2, 1)[: 1 + with_int8]
+        ]
+        engines = [ours, *ours_int8, *theirs]
+        values = alternate(
+            given.turns,
+            *(decoding(engine, ids_, steps) for engine in engines),
+            *(reading(ours, nbytes) for nbytes in sizes_read),
+        )
+        llamas = values[1 + with_int8 : len(engines)]
+        names = [f"decode at {context:,}", f"decode at {context:,}, int8 KV"]
+        for name, value, limit in zip(names, values, values[len(engines) :], strict=False):
+            table.add(name, "tok/s", [value, *llamas], limit=limit)
     if "memory" in wanted:
         # Fresh processes: a pool that has served other prompts keeps them for the next.
         context, sizes = contexts[-1], []
