@@ -9,9 +9,9 @@ llama-cpp-python made for this CPU, under the Python that ``--llama-python`` nam
 with flash attention on and off, of which the better counts. Decode figures are tokens a second
 behind a prompt that is cached; prefill figures are prompt tokens a second to the first token.
 Each is the median of several turns. "of limit" says how near Octavo comes to the machine: the bytes
-of a decode step against the bandwidth of reading as many, measured in turn with both, the operations
-of a prompt's products against the rate of the int8 dot product in registers, measured after them.
-Prints a table, then one line of JSON.
+of a decode step against the bandwidth of reading as many, measured in turn with both engines; the
+operations of a prompt's products against the rate of the int8 dot product in registers, measured
+after them. Prints a table, then one line of JSON.
 """
 
 from __future__ import annotations
