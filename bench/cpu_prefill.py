@@ -14,10 +14,12 @@ import time
 from statistics import median
 from typing import Any
 
-from cpu_engine import int8_rate, prompt
+from cpu_engine import prompt
 
 from octavo import LLM, SamplingParams
 from octavo.host import granted_cores
+from octavo.kernels.dot.cpu import int8_rate
+from octavo.kernels.levels import level
 from octavo.kernels.program import Call, Program
 from octavo.kernels.team import team
 
@@ -81,7 +83,7 @@ def main() -> None:
                 crew.run(program)
                 if turn:
                     times[name].append(time.perf_counter() - begin)
-        rate = int8_rate()
+        rate = int8_rate(level(), team())
         spec = runtime._groups[0].spec
         print(f"{tokens} tokens, int8 rate {rate / 1e9:,.0f} GOPS")
         for name in sorted(times, key=lambda name: -median(times[name])):
