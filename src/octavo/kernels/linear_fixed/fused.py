@@ -23,7 +23,7 @@ from octavo.kernels.linear.triton_row import BLOCK, sums_of
 from octavo.kernels.linear_add import triton as row_add
 from octavo.kernels.linear_batch.triton import all_rows
 from octavo.kernels.linear_fixed.fused_kernels import wide_add_kernel, wide_linear_kernel
-from octavo.kernels.linear_fixed.tiles import GROUP, Wide, choose_wide
+from octavo.kernels.linear_fixed.tiles import GROUP, Walk, Wide, choose_wide
 from octavo.kernels.norm_gate_up import triton as row_gate_up
 from octavo.kernels.norm_linear import triton as row_linear
 from octavo.kernels.triton_launch import dependent_launches
@@ -109,10 +109,10 @@ def linear_add(
         return
     side = _side(add_tile(weight), 1)
     wide = wide or choose_wide("add", num_rows, side)
-    constants = _constants(side, weight.shape[1], 1, wide)
-    wide_add_kernel[(triton.cdiv(num_rows, wide.tokens), triton.cdiv(n, constants["R"]))](
-        _describe(all_rows(y, wide.tokens), wide.tokens, constants["ACROSS"]),
-        _describe(weight, constants["R"], constants["ACROSS"]),
+    walk = _walk(side, weight.shape[1], 1, wide)
+    wide_add_kernel[(triton.cdiv(num_rows, walk.tokens), triton.cdiv(n, walk.rows))](
+        _describe(all_rows(y, walk.tokens), walk.tokens, walk.across),
+        _describe(weight, walk.rows, walk.across),
         bias,
         x,
         norm,
@@ -124,7 +124,8 @@ def linear_add(
         h.stride(0),
         squares.stride(0),
         BIAS=bias is not None,
-        **constants,
+        WALK=walk,
+        **_options(),
     )
 
 
@@ -144,11 +145,11 @@ def _launch_linear(
     num_rows, num_squares = squares.shape
     side = _side(row_tile(weight, parts), parts)
     wide = wide or choose_wide("linear" if parts == 1 else "gate_up", num_rows, side)
-    constants = _constants(side, weight.shape[1], parts, wide)
-    wide_linear_kernel[(triton.cdiv(num_rows, wide.tokens), triton.cdiv(n, constants["R"]))](
-        _describe(all_rows(h, wide.tokens), wide.tokens, constants["ACROSS"]),
+    walk = _walk(side, weight.shape[1], parts, wide)
+    wide_linear_kernel[(triton.cdiv(num_rows, walk.tokens), triton.cdiv(n, walk.rows))](
+        _describe(all_rows(h, walk.tokens), walk.tokens, walk.across),
         squares,
-        _describe(weight, constants["R"], constants["ACROSS"]),
+        _describe(weight, walk.rows, walk.across),
         bias,
         out,
         n,
@@ -160,9 +161,9 @@ def _launch_linear(
         K=weight.shape[1],
         BIAS=bias is not None,
         SILU=silu,
-        PARTS=parts,
+        WALK=walk,
         COLUMNS=triton.next_power_of_2(num_squares),
-        **constants,
+        **_options(),
     )
 
 
@@ -171,23 +172,29 @@ def _side(tile: Tile, parts: int) -> int:
     return 64 * parts // tile.rows
 
 
-def _constants(side: int, k: int, parts: int, wide: Wide) -> dict[str, Any]:
+def _walk(side: int, k: int, parts: int, wide: Wide) -> Walk:
     sums = sums_of(side)
     across = min(side, wide.across)
     blocks = triton.cdiv(k, WIDTH * side * sums)  # of a sum
     depth = next(d for d in (3, 2, 1) if blocks % d == 0)
     steps = side // across * sums * blocks // depth
     step_bytes = (64 + wide.tokens * across) * depth * WIDTH * 2
+    return Walk(
+        tokens=wide.tokens,
+        rows=64 // (across * parts),
+        parts=parts,
+        across=across,
+        side=side,
+        sums=sums,
+        count=blocks // depth,
+        depth=depth,
+        stages=max(2, min(steps, wide.shared_kb * 1024 // step_bytes)),
+    )
+
+
+def _options() -> dict[str, Any]:
     dependent = dependent_launches()
     return {
-        "T": wide.tokens,
-        "R": 64 // (across * parts),
-        "ACROSS": across,
-        "DEPTH": depth,
-        "COUNT": blocks // depth,
-        "SUMS": sums,
-        "SIDE": side,
-        "STAGES": max(2, min(steps, wide.shared_kb * 1024 // step_bytes)),
         "DEPENDENT": dependent,
         "num_warps": ROW_WARPS,
         "launch_pdl": dependent,

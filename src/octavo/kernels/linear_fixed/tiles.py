@@ -69,6 +69,21 @@ class Wide:
     shared_kb: int
 
 
+@dataclass(frozen=True)
+class Walk:
+    """How a block walks K, which ``fused_products.py`` explains; ``rows`` are those of a part."""
+
+    tokens: int
+    rows: int
+    parts: int
+    across: int
+    side: int
+    sums: int
+    count: int
+    depth: int
+    stages: int
+
+
 def choose_wide(kernel: Literal["linear", "gate_up", "add"], num_rows: int, side: int) -> Wide:
     """The tile for so many rows, more than one, where one row's has ``side`` neighbouring blocks of
     columns; measured on an H200 with Qwen3-0.6B's weights (bench/LOG.md, 2026-12-01)."""
