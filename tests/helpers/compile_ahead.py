@@ -18,6 +18,7 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+import octavo.kernels.linear_fixed.fused as fixed
 import octavo.kernels.norm_linear.triton as norm_linear
 from octavo.kernels.gated.triton import gated
 from octavo.runtime.cuda_compile import compile_kernels, note_kernels
@@ -25,7 +26,7 @@ from octavo.runtime.cuda_compile import compile_kernels, note_kernels
 
 def main() -> None:
     driver.set_active(NoDevice())
-    norm_linear.dependent_launches = lambda: True
+    norm_linear.dependent_launches = fixed.dependent_launches = lambda: True
     found: dict[str, Any] = {}
     kernels = note_kernels(launch)
     found["noted"] = [(kernel.module.split(".")[-2], kernel.name) for kernel in kernels]
@@ -46,13 +47,14 @@ def main() -> None:
 
 
 def launch() -> None:
-    """One kernel of Triton's twice and one of Gluon's, whose constants have tuples and layouts."""
+    """One kernel of Triton's twice and two of Gluon's, whose constants have tuples and layouts."""
     half = torch.bfloat16
     gated(torch.empty(3, 64, dtype=half), "silu")
     gated(torch.empty(5, 64, dtype=half), "silu")
     squares = torch.empty(2, 4, dtype=torch.float32)
     rows, weight, out = (torch.empty(n, 64, dtype=half) for n in (2, 64, 2))
     norm_linear.norm_linear(rows, squares, weight, out, eps=1e-6)
+    fixed.norm_linear(rows, squares, weight, out, eps=1e-6)
 
 
 def count_processes() -> list[Any]:

@@ -28,12 +28,16 @@ def test_launches_find_what_other_processes_compiled(tmp_path: Path) -> None:
     done = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {
-        "noted": [["gated", "_gated_kernel"], ["norm_linear", "_norm_linear_kernel"]],
+        "noted": [
+            ["gated", "_gated_kernel"],
+            ["norm_linear", "_norm_linear_kernel"],
+            ["linear_fixed", "wide_linear_kernel"],
+        ],
         "processes": 2,
         "processes of the second time": 0,
-        "in the cache": [True, True],
+        "in the cache": [True, True, True],
     }
-    assert "compiling 3 kernels" in done.stderr
+    assert "compiling 4 kernels" in done.stderr
     assert "left to their launch: AttributeError" in done.stderr
     assert "no_such_kernel" in done.stderr
 

@@ -186,7 +186,7 @@ def _walk(side: int, k: int, parts: int, wide: Wide) -> Walk:
         across=across,
         side=side,
         sums=sums,
-        count=blocks // depth,
+        steps=blocks // depth,
         depth=depth,
         stages=max(2, min(steps, wide.shared_kb * 1024 // step_bytes)),
     )

@@ -2,7 +2,7 @@
 
 The tensor cores take both sides from shared memory, as in ``triton_row.py``, whose sums these are:
 ``side * sums`` of them, and a block of 64 columns of K belongs to one by its number modulo that.
-Here one sum is made after the other, ``count`` steps of ``depth`` instructions each. An
+Here one sum is made after the other, ``steps`` steps of ``depth`` instructions each. An
 instruction's 64 rows are the ``rows`` rows of each part of the weight in ``across`` neighbouring
 blocks of columns, one below the other, as the copy engine lays them out; its columns are the
 ``tokens`` activation rows in these blocks. What meets another block's activations is thrown away in
@@ -79,11 +79,11 @@ def ask_for_weights(weight, first_row, second_row, WALK: tl.constexpr):
 def column_of(step, d, WALK: tl.constexpr):
     """The first column of the ``d``-th blocks of a step. Sums come in the order in which a tree of
     pairs adds them up as ``triton_row.py`` does."""
-    i = step // WALK.count
+    i = step // WALK.steps
     leaf = i % WALK.sums
     SUMS: tl.constexpr = WALK.sums
     q = leaf % 2 * 2 + leaf // 2 if SUMS == 4 else leaf % 2 + leaf // 2 % 2 * 4 + leaf // 4 * 2
-    group = q + (step % WALK.count * WALK.depth + d) * WALK.sums
+    group = q + (step % WALK.steps * WALK.depth + d) * WALK.sums
     return (group * WALK.side + i // WALK.sums * WALK.across) * BLOCK
 
 
@@ -161,7 +161,7 @@ def multiply(ws, xs, barriers, weight, first_row, second_row, x, token, WALK: tl
     R: tl.constexpr = WALK.rows
     ACROSS: tl.constexpr = WALK.across
     SUMS: tl.constexpr = WALK.sums
-    COUNT: tl.constexpr = WALK.count
+    COUNT: tl.constexpr = WALK.steps
     PARTS: tl.constexpr = WALK.parts
     N: tl.constexpr = T * ACROSS
     TURNS: tl.constexpr = WALK.side // ACROSS

@@ -8,7 +8,7 @@ what.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Kind = Literal["decode", "prefill"]
 
@@ -69,9 +69,9 @@ class Wide:
     shared_kb: int
 
 
-@dataclass(frozen=True)
-class Walk:
-    """How a block walks K, which ``fused_products.py`` explains; ``rows`` are those of a part."""
+class Walk(NamedTuple):
+    """How a block walks K, which ``fused_products.py`` explains; ``rows`` are those of a part.
+    (Triton writes a kernel's constants as JSON where kernels are noted; a dataclass it can't.)"""
 
     tokens: int
     rows: int
@@ -79,7 +79,7 @@ class Walk:
     across: int
     side: int
     sums: int
-    count: int
+    steps: int
     depth: int
     stages: int
 
