@@ -106,11 +106,12 @@ def _print_table(title: str, products: Sequence[Product]) -> None:
         table.add_column(column, justify="left" if column in ("kernel", "tile") else "right")
     for product in products:
         tile = product.tile
+        early = f"{tile.early}+" if tile.early else ""
         table.add_row(
             product.kernel,
             f"{product.n:,} x {product.k:,}",
             f"{product.rows}",
-            f"{tile.rows} x {tile.chunk}, {tile.num_warps} warps, {tile.early}+{tile.ahead} ahead",
+            f"{tile.rows} x {tile.chunk}, {tile.num_warps} warps, {early}{tile.ahead} ahead",
             f"{product.us:,.1f}",
             f"{product.gb_s:,.0f}",
             f"{product.share:.0%}",

@@ -41,8 +41,8 @@ def read_table(path: Path = PATH) -> dict[Key, Tile]:
     """The tiles of a file."""
     found = {}
     for one in json.loads(path.read_text(encoding="utf-8")):
-        rows, chunk, num_warps, ahead, early = one["tile"]
-        tile = Tile(rows, chunk, num_warps, ahead, one["rows"] == 1, early)
+        rows, chunk, num_warps, ahead, *early = one["tile"]
+        tile = Tile(rows, chunk, num_warps, ahead, one["rows"] == 1, *early)
         found[one["n"], one["k"], one["parts"], one["rows"]] = tile
     return found
 
@@ -56,12 +56,17 @@ def write_table(tiles: Iterable[tuple[Key, Tile]], path: Path = PATH) -> None:
                 "n": n,
                 "k": k,
                 "parts": parts,
-                "tile": [tile.rows, tile.chunk, tile.num_warps, tile.ahead, tile.early],
+                "tile": _numbers(tile),
             }
         )
         for (n, k, parts, rows), tile in sorted(tiles, key=lambda one: (one[0][3], one[0][:3]))
     ]
     path.write_text("[\n " + ",\n ".join(lines) + "\n]\n", encoding="utf-8")
+
+
+def _numbers(tile: Tile) -> list[int]:
+    early = [tile.early] if tile.one_row else []
+    return [tile.rows, tile.chunk, tile.num_warps, tile.ahead, *early]
 
 
 _measured = cache(read_table)

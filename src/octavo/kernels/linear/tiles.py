@@ -17,7 +17,8 @@ class Tile:
 
     A tile of ``one_row`` is for a single activation row and for warpgroups (``triton_row.py``):
     8 to 64 rows of each part, 4,096 elements at least of each in a chunk, ``ROW_WARPS`` warps. Its
-    first ``early`` chunks wait in registers, and ``ahead`` others are on their way."""
+    first ``early`` chunks wait in registers, and ``ahead`` others are on their way. (Of other tiles
+    as many wait there as fit: ``chunks_early``.)"""
 
     rows: int
     chunk: int

@@ -293,6 +293,7 @@ def multiply(
         gl.float32, [PARTS, S, R, N], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     )
     even_0, odd_0, even_1, odd_1 = zeros, zeros, zeros, zeros
+    operands = (tiles, barriers, weight, first_row, second_row)
     for i in gl.static_range(COUNT):
         if i < len(early):
             chunk = early[i]
@@ -309,18 +310,7 @@ def multiply(
                 odd_1 = mma_v2(chunk[1], activations[i], odd_1)
         if i + AHEAD < COUNT:
             gl.thread_barrier()  # all warps are through with the chunk that is overwritten
-            copy_chunk(
-                tiles,
-                barriers,
-                weight,
-                first_row,
-                second_row,
-                i + AHEAD,
-                i % AHEAD,
-                ROWS,
-                CHUNK,
-                PARTS,
-            )
+            copy_chunk(*operands, i + AHEAD, i % AHEAD, ROWS, CHUNK, PARTS)
             activations += take_activations(
                 y, stride, num_rows, i + AHEAD, i + AHEAD + 1, K, CHUNK, S, M
             )

@@ -132,6 +132,7 @@ def load_early_row(
     """The first ``EARLY`` chunks of each part, as soon as they have arrived; in their places others
     are asked for."""
     R: tl.constexpr = ROWS // PARTS
+    operands = (tiles, barriers, weight, first_row, second_row)
     chunks = ()
     for i in gl.static_range(EARLY):
         mbarrier.wait(barriers.index(i % AHEAD), i // AHEAD % 2)
@@ -141,18 +142,7 @@ def load_early_row(
                 chunks += (blocks.index(j).load(early_layout()),)
         if i + AHEAD < num_chunks(K, CHUNK):
             gl.thread_barrier()
-            copy_chunk(
-                tiles,
-                barriers,
-                weight,
-                first_row,
-                second_row,
-                i + AHEAD,
-                i % AHEAD,
-                ROWS,
-                CHUNK,
-                PARTS,
-            )
+            copy_chunk(*operands, i + AHEAD, i % AHEAD, ROWS, CHUNK, PARTS)
     return chunks
 
 
@@ -185,6 +175,7 @@ def multiply_row(
     SIDE: tl.constexpr = 64 // R  # blocks of K, one below the other
     SUMS: tl.constexpr = sums_of(SIDE)
     COUNT: tl.constexpr = num_chunks(K, CHUNK)
+    operands = (tiles, barriers, weight, first_row, second_row)
     nothing = gl.zeros([64, 8], gl.float32, layout=sum_layout())
     sums = ()
     for _ in gl.static_range(PARTS * SUMS):
@@ -212,18 +203,7 @@ def multiply_row(
         if i >= EARLY and i + AHEAD < COUNT:
             sums = warpgroup_mma_wait(0, deps=sums)
             gl.thread_barrier()
-            copy_chunk(
-                tiles,
-                barriers,
-                weight,
-                first_row,
-                second_row,
-                i + AHEAD,
-                i % AHEAD,
-                ROWS,
-                CHUNK,
-                PARTS,
-            )
+            copy_chunk(*operands, i + AHEAD, i % AHEAD, ROWS, CHUNK, PARTS)
     sums = warpgroup_mma_wait(0, deps=sums)
     tiles._keep_alive()
     row._keep_alive()
