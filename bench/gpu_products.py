@@ -23,7 +23,7 @@ import triton
 import octavo.kernels.linear_batch.triton as linear_batch
 from octavo.host import granted_cores
 from octavo.kernels.gated.triton import gated
-from octavo.kernels.linear_batch.tiles import Tile, Wide, choose_tile
+from octavo.kernels.linear_batch.tiles import Tile, WideTile, choose_tile
 from octavo.kernels.linear_batch.wide import MOST_ROWS, STEP
 from octavo.kernels.norm.triton import add_rms_norm
 from octavo.kernels.rope_write.triton import rope_write
@@ -35,7 +35,7 @@ HALF = torch.bfloat16
 MOST_BYTES = 200 << 10  # of a block that has a multiprocessor for itself; or two fit one
 KEPT = 6  # of a product's tiles for the second round
 PRODUCTS = ("gate_up", "down", "qkv", "out")
-Chosen = dict[str, Tile | Wide | None]  # None: the library's
+Chosen = dict[str, Tile | WideTile | None]  # None: the library's
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,15 @@ class Shape:
 SHAPES = {"0.6b": Shape(1024, 16, 8, 3072, 28), "8b": Shape(4096, 32, 8, 12288, 8)}
 
 
-def tiles(shape: Shape, name: str, num_rows: int) -> list[Tile | Wide]:
+def tiles(shape: Shape, name: str, num_rows: int) -> list[Tile | WideTile]:
     """Those that could be good for so many rows."""
     (n, k), weights = shape.weight(name), 2 if name == "gate_up" else 1
-    found: list[Tile | Wide] = []
+    found: list[Tile | WideTile] = []
     for groups, parts in product((1, 2, 3), (1, 2, 4)):
         blocks = n / (groups * 64) * parts
         whole = blocks == int(blocks) and k % (parts * STEP) == 0 and (weights == 1 or parts == 1)
         if whole and 90 <= blocks <= 132 and num_rows <= MOST_ROWS:
-            found.append(Wide(groups, parts))
+            found.append(WideTile(groups, parts))
     rows = (32, 64) if shape.hidden <= 1024 else (64, 128)
     of_tokens = [64] if num_rows <= 64 else [64, 128] if num_rows <= 128 else [64, 128, 256]
     for tokens, height, parts, step in product(of_tokens, rows, (1, 2, 4), (64, 128)):
@@ -84,7 +84,7 @@ def tiles(shape: Shape, name: str, num_rows: int) -> list[Tile | Wide]:
     return found
 
 
-def ours(name: str, x: torch.Tensor, weight: torch.Tensor, tile: Tile | Wide) -> torch.Tensor:
+def ours(name: str, x: torch.Tensor, weight: torch.Tensor, tile: Tile | WideTile) -> torch.Tensor:
     if name == "gate_up":
         return linear_batch.gated_batch(x, weight, "silu", tile)
     return linear_batch.linear_batch(x, weight, tile)
@@ -150,10 +150,10 @@ class Model:
                 found.append(begin.elapsed_time(end) * 1e3 / self.shape.layers)
         return [median(found[1:]) for found in times]
 
-    def check(self, name: str, tile: Tile | Wide) -> float:
+    def check(self, name: str, tile: Tile | WideTile) -> float:
         """Its error, relative."""
         weight = self.layers[0][name]
-        rows = MOST_ROWS - 5 if isinstance(tile, Wide) else tile.tokens + 5
+        rows = MOST_ROWS - 5 if isinstance(tile, WideTile) else tile.tokens + 5
         x = with_room(weight, rows, weight.shape[1]).normal_()
         wanted = x.float() @ weight.float().t()
         if name == "gate_up":
@@ -165,7 +165,7 @@ class Model:
 
     def search(self, name: str, num_rows: int) -> Chosen:
         best: Chosen = dict.fromkeys(PRODUCTS)
-        order: dict[str, list[Tile | Wide | None]] = {}
+        order: dict[str, list[Tile | WideTile | None]] = {}
         for turn, one in product(range(2), PRODUCTS):
             options = order[one] if turn else [None, *tiles(self.shape, one, num_rows)]
             times = self.race(num_rows, [best | {one: tile} for tile in options], 6)
@@ -184,12 +184,12 @@ def random(*shape: int) -> torch.Tensor:
     return (torch.randn(*shape, device="cuda") * 0.02).to(HALF)
 
 
-def compile_tiles(jobs: Sequence[tuple[Shape, str, Tile | Wide]]) -> None:
+def compile_tiles(jobs: Sequence[tuple[Shape, str, Tile | WideTile]]) -> None:
     """Triton's into its cache, on all cores."""
 
     def launch() -> None:
         for shape, name, tile in jobs:
-            if isinstance(tile, Wide):
+            if isinstance(tile, WideTile):
                 continue
             n, k = shape.weight(name)
             ours(name, random(tile.tokens, k), torch.empty(n, k, device="cuda", dtype=HALF), tile)

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 import torch
 import torch.nn.functional as F
 
-from octavo.kernels.linear_batch.tiles import TABLE, Tile, Wide, choose_tile
+from octavo.kernels.linear_batch.tiles import TABLE, Tile, WideTile, choose_tile
 from octavo.kernels.linear_batch.triton import gated_batch, linear_batch
 from octavo.kernels.norm.triton import add_rms_norm
 from octavo.kernels.triton_launch import has_warpgroups, with_room
@@ -34,10 +34,10 @@ def randn(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("key", "most", "tile"), ALL, ids=str)
-def test_every_tile(key: tuple[int, int, bool], most: int, tile: Tile | Wide) -> None:
+def test_every_tile(key: tuple[int, int, bool], most: int, tile: Tile | WideTile) -> None:
     n, k, gated = key
     weight = randn(n, k) / k**0.5
-    every_size = range(16, most, 16) if isinstance(tile, Wide) else ()
+    every_size = range(16, most, 16) if isinstance(tile, WideTile) else ()
     for rows in (1, most - 13, *every_size, most):
         for x in (randn(rows, k), with_room(weight, rows, k).normal_()):
             wanted = x.float() @ weight.float().t()

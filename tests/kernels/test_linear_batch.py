@@ -19,7 +19,7 @@ from helpers.cuda_runtime import load
 from helpers.driver import relative_error
 
 from octavo.kernels.linear_batch import wide
-from octavo.kernels.linear_batch.tiles import TABLE, Tile, Wide, choose_tile
+from octavo.kernels.linear_batch.tiles import TABLE, Tile, WideTile, choose_tile
 from octavo.kernels.linear_batch.triton import gated_batch, linear_batch
 from octavo.kernels.triton_launch import ROOM, with_room
 from octavo.runtime import cuda_linears
@@ -67,7 +67,7 @@ def test_the_table() -> None:
         for most, tile in tiles.items():
             weights = 2 if gated else 1
             assert not gated or tile.parts == 1
-            if isinstance(tile, Wide):
+            if isinstance(tile, WideTile):
                 assert most <= wide.MOST_ROWS
                 assert n % (64 * tile.groups) == 0
                 assert k % (tile.parts * wide.STEP) == 0

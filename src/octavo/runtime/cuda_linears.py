@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.kernels.gated.triton import gated
-from octavo.kernels.linear_batch.tiles import Tile, Wide, choose_tile
+from octavo.kernels.linear_batch.tiles import Tile, WideTile, choose_tile
 from octavo.kernels.linear_batch.triton import gated_batch, linear_batch
 from octavo.kernels.linear_batch.wide import can_compile
 from octavo.kernels.linear_fixed.triton import linear_fixed, make_counters
@@ -94,14 +94,14 @@ def gated_product(x: Tensor, weight: Tensor, bias: Tensor | None, activation: st
 
 def _tile(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, gated: bool = False
-) -> Tile | Wide | None:
+) -> Tile | WideTile | None:
     """What a product of ours takes, where it is the better one."""
     usual = bias is None and x.dtype == torch.bfloat16 and len(x) > 0
     if not usual or not has_warpgroups():
         return None
     n, k = weight.shape
     tile = choose_tile(n, k, len(x), gated=gated)
-    return None if isinstance(tile, Wide) and not can_compile() else tile
+    return None if isinstance(tile, WideTile) and not can_compile() else tile
 
 
 FEW_ROWS = Products(product, added_product, gated_product)

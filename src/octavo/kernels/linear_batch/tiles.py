@@ -25,7 +25,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Wide:
+class WideTile:
     """A block has all activation rows, up to 256, ``groups`` times 64 weight rows (of gate and up
     together), and one of ``parts`` of K: ``wide.cu``."""
 
@@ -35,7 +35,7 @@ class Wide:
 
 # Of a weight [N, K], and whether it is gate and up: for steps of up to so many rows. Of more, and
 # of other weights, the library's products are taken.
-TABLE: dict[tuple[int, int, bool], dict[int, Tile | Wide]] = {
+TABLE: dict[tuple[int, int, bool], dict[int, Tile | WideTile]] = {
     # Qwen3-0.6B
     (4096, 1024, False): {
         64: Tile(64, 64, 2, 64, 8),
@@ -54,14 +54,14 @@ TABLE: dict[tuple[int, int, bool], dict[int, Tile | Wide]] = {
     },
     (1024, 3072, False): {64: Tile(64, 64, 4, 128, 6), 256: Tile(64, 64, 4, 64, 6)},
     # Qwen3-8B
-    (6144, 4096, False): {256: Wide(1, 1)},
-    (4096, 4096, False): {64: Wide(2, 4), 256: Wide(1, 2)},
-    (24576, 4096, True): {256: Wide(3, 1)},
-    (4096, 12288, False): {256: Wide(2, 4)},
+    (6144, 4096, False): {256: WideTile(1, 1)},
+    (4096, 4096, False): {64: WideTile(2, 4), 256: WideTile(1, 2)},
+    (24576, 4096, True): {256: WideTile(3, 1)},
+    (4096, 12288, False): {256: WideTile(2, 4)},
 }
 
 
-def choose_tile(n: int, k: int, num_rows: int, *, gated: bool) -> Tile | Wide | None:
+def choose_tile(n: int, k: int, num_rows: int, *, gated: bool) -> Tile | WideTile | None:
     """The tile for a ``[n, k]`` weight; None where the library's product is better."""
     tiles = TABLE.get((n, k, gated), {})
     return next((tile for most, tile in tiles.items() if num_rows <= most), None)

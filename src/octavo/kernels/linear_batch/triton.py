@@ -24,12 +24,12 @@ from octavo.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from octavo.kernels.linear_batch.tiles import Tile, Wide
+from octavo.kernels.linear_batch.tiles import Tile, WideTile
 from octavo.kernels.linear_batch.wide import launch_wide
 from octavo.kernels.triton_launch import dependent_launches, with_room
 
 
-def linear_batch(x: Tensor, weight: Tensor, tile: Tile | Wide) -> Tensor:
+def linear_batch(x: Tensor, weight: Tensor, tile: Tile | WideTile) -> Tensor:
     """``x @ weight.T``, or what each part of K adds to it: [P, T, N], rounded to bf16.
 
     ``x`` [T, K], best ``with_room``, and ``weight`` [N, K] bf16, contiguous; N is a multiple of the
@@ -41,7 +41,7 @@ def linear_batch(x: Tensor, weight: Tensor, tile: Tile | Wide) -> Tensor:
     return out
 
 
-def gated_batch(x: Tensor, weight: Tensor, activation: str, tile: Tile | Wide) -> Tensor:
+def gated_batch(x: Tensor, weight: Tensor, activation: str, tile: Tile | WideTile) -> Tensor:
     """``act(x @ gate.T) * (x @ up.T)`` [T, N]: as ``linear_batch`` of ``weight`` [2 N, K], gate
     first, in one part. ``activation`` is "silu" or "gelu_tanh"."""
     assert tile.parts == 1
@@ -50,8 +50,10 @@ def gated_batch(x: Tensor, weight: Tensor, activation: str, tile: Tile | Wide) -
     return out
 
 
-def _launch(x: Tensor, weight: Tensor, out: Tensor, tile: Tile | Wide, *, activation: str) -> None:
-    if isinstance(tile, Wide):
+def _launch(
+    x: Tensor, weight: Tensor, out: Tensor, tile: Tile | WideTile, *, activation: str
+) -> None:
+    if isinstance(tile, WideTile):
         launch_wide(x, weight, out, tile, activation=activation)
         return
     (num_rows, k), n = x.shape, out.shape[2]

@@ -24,7 +24,7 @@ from torch import Tensor
 from triton import knobs
 
 from octavo.host import granted_cores
-from octavo.kernels.linear_batch.tiles import TABLE, Wide
+from octavo.kernels.linear_batch.tiles import TABLE, WideTile
 from octavo.kernels.triton_launch import INTERPRETED
 
 STEP = 64  # columns
@@ -64,7 +64,7 @@ def can_compile() -> bool:
         return False
 
 
-def launch_wide(x: Tensor, weight: Tensor, out: Tensor, tile: Wide, *, activation: str) -> None:
+def launch_wide(x: Tensor, weight: Tensor, out: Tensor, tile: WideTile, *, activation: str) -> None:
     """``linear_batch`` and, with an ``activation``, ``gated_batch``, into ``out`` [P, T, N]; T is
     up to ``MOST_ROWS``, K a multiple of ``STEP`` in each part."""
     (num_rows, k), n = x.shape, out.shape[2]
@@ -155,7 +155,7 @@ def _all_sources() -> set[str]:
     for (_, _, gated), tiles in TABLE.items():
         least = 0
         for most, tile in tiles.items():
-            if isinstance(tile, Wide):
+            if isinstance(tile, WideTile):
                 sizes = range(padded(least + 1), most + 1, MULTIPLE)
                 found |= {
                     kernel_source(size, tile.groups, "silu" if gated else "") for size in sizes
