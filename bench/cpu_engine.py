@@ -30,6 +30,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from octavo.bench.matrix_rate import matrix_rate
 from octavo.checkpoint import open_checkpoint, resolve_model, weights_nbytes
 from octavo.checkpoint.tensor import Checkpoint
 from octavo.host import granted_cores
@@ -128,7 +129,7 @@ def serve(settings: dict[str, Any]) -> None:
         "decode": decode,
         "concurrent": concurrent,
         "bandwidth": read_bandwidth,
-        "int8_rate": measured_int8_rate,
+        "int8_rate": lambda: 1e12 * matrix_rate("cpu", "int8"),
         "resident": resident,
     }
     for line in sys.stdin:
@@ -153,15 +154,6 @@ def read_bandwidth(nbytes: int) -> float:
         team().run(program)
         times.append(time.perf_counter() - begin)
     return nbytes / median(times[1:])
-
-
-def measured_int8_rate() -> float:
-    """Operations a second of the team's int8 dot products."""
-    from octavo.kernels.dot.cpu import int8_rate
-    from octavo.kernels.levels import level
-    from octavo.kernels.team import team
-
-    return int8_rate(level(), team())
 
 
 def resident() -> int:

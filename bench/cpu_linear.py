@@ -19,7 +19,6 @@ import time
 from statistics import median
 from typing import Any
 
-import numba
 import numpy as np
 
 from octavo.host import granted_cores
@@ -29,7 +28,8 @@ from octavo.kernels.linear.cpu import linear
 from octavo.kernels.linear.cpu_formats import FLOAT_BYTES
 from octavo.kernels.linear.cpu_q8 import q8_rows, quantize_row
 from octavo.kernels.linear.packing import PackedLinear, aligned_zeros, block_bytes
-from octavo.kernels.program import Call, Program, fetch_add, int64s, op
+from octavo.kernels.program import Call, Program
+from octavo.kernels.read.cpu import add_up
 from octavo.kernels.team import Team
 
 # N, K, format: SmolLM2-135M's, and one of Qwen3-0.6B (gate and up)
@@ -96,7 +96,8 @@ def measure(
         for i in range(copies)
     ]
     product = Program(product_calls(matrices[:used], num_tokens, level))
-    read = Program([add_up.bind(address=memory, nbytes=copies * nbytes)])
+    total = np.zeros(1, np.int64)
+    read = Program([add_up.bind(numbers=memory, count=copies * nbytes // 8, total=total)])
     dot = dot_program(level, crew)
     times = []
     for _ in range(repetitions + 1):
@@ -152,21 +153,6 @@ def seconds(crew: Team, program: Program) -> float:
     start = time.perf_counter()
     crew.run(program)
     return time.perf_counter() - start
-
-
-@op(address="i8", nbytes="i8")
-def add_up(thread, num_threads, counter, args):
-    a = numba.carray(args, 1)[0]
-    part = 1 << 16
-    total = 0
-    while True:
-        start = fetch_add(counter, part)
-        if start >= a.nbytes:
-            break
-        for number in int64s(a.address + start, min(part, a.nbytes - start) // 8):
-            total += number
-    if total == 0:  # it never is; otherwise LLVM would drop the sum
-        fetch_add(counter, 1)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,8 @@ from typing import Any
 from cpu_engine import prompt
 
 from octavo import LLM, SamplingParams
+from octavo.bench.matrix_rate import matrix_rate
 from octavo.host import granted_cores
-from octavo.kernels.dot.cpu import int8_rate
-from octavo.kernels.levels import level
 from octavo.kernels.program import Call, Program
 from octavo.kernels.team import team
 
@@ -83,7 +82,7 @@ def main() -> None:
                 crew.run(program)
                 if turn:
                     times[name].append(time.perf_counter() - begin)
-        rate = int8_rate(level(), team())
+        rate = 1e12 * matrix_rate("cpu", "int8")
         spec = runtime._groups[0].spec
         print(f"{tokens} tokens, int8 rate {rate / 1e9:,.0f} GOPS")
         for name in sorted(times, key=lambda name: -median(times[name])):

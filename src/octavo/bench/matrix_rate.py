@@ -10,7 +10,7 @@ ROUNDS = 20
 
 
 def matrix_rate(device: str, dtype: str) -> float:
-    """10**12 operations a second in ``dtype``, with the threads that its products have."""
+    """10**12 operations a second in ``dtype``: of an int8 product by all cores that are granted."""
     if dtype != "int8":
         return _library_rate(device, dtype)
     from octavo.kernels.dot.cpu import int8_rate
