@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 from octavo.kernels.late import carray, intrinsic, types
 from octavo.kernels.linear.cpu_dot import LEVELS
@@ -15,7 +16,7 @@ from octavo.kernels.vector_ir import I32, I64, broadcast, fill, loop, variable
 # that no instruction has to wait, and that registers hold them.
 SHAPES = {"amx": (8, 12), "vnni": (8, 12), "avxvnni": (4, 10), "avx2": (8, 3), "plain": (8, 3)}
 ROUNDS = 200_000  # some milliseconds, so that waking the threads doesn't count
-TURNS = 5
+SECONDS = 0.3  # of turns: in some processes one core alone is at work for the first 30 ms
 
 
 def int8_rate(level: str, crew: Team) -> float:
@@ -23,12 +24,11 @@ def int8_rate(level: str, crew: Team) -> float:
     instructions of a level (``amx``: of ``vnni``, not in tiles): the best of some turns."""
     program = dot_program(level, crew)
     crew.run(program)  # compiles
-    seconds = []
-    for _ in range(TURNS):
-        began = time.perf_counter()
+    begins = [time.perf_counter()]
+    while begins[-1] < begins[0] + SECONDS:
         crew.run(program)
-        seconds.append(time.perf_counter() - began)
-    return dot_operations(level, crew) / min(seconds)
+        begins.append(time.perf_counter())
+    return dot_operations(level, crew) / min(end - begin for begin, end in pairwise(begins))
 
 
 def dot_program(level: str, crew: Team) -> Program:
