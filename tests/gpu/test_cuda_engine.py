@@ -63,7 +63,7 @@ def load(folder: Path, **options) -> Driver:
 
 
 def logits_of(driver: Driver, ids: list[int]) -> Float32:
-    """Prefill in chunks, then single tokens: from the third on from a graph."""
+    """Prefill in chunks, then single tokens, from a graph."""
     return driver.run(ids, chunk=100, decode_from=len(ids) - 8)
 
 
@@ -128,6 +128,27 @@ def test_mixed_batches(model: Path) -> None:
         for i, logits in enumerate(driver.step(chunks)):
             at = rows[i].length - 1
             assert relative_error(logits, truth(i)[at : at + 1]) < 1e-4
+
+
+def test_graphs_captured_ahead(model: Path) -> None:
+    """Before any step: then no step captures one, and all say what those captured in time say."""
+    driver = load(model, exact=True)
+    runtime = driver.runtime
+    while runtime.capture_ahead():
+        pass
+    ahead = set(runtime._graphs._graphs)
+    assert len(ahead) >= 2 * len(runtime._buckets)
+    assert relative_error(logits_of(driver, IDS), reference_logits(model, IDS)) < 1e-4
+    prompts = [IDS[i : i + 60] for i in range(20)]
+    rows = [driver.sequence() for _ in prompts]
+    driver.step([(row, ids[:40]) for row, ids in zip(rows, prompts, strict=True)])
+    for count in (20, 9, 1):
+        chunks = [(rows[i], [prompts[i][rows[i].length]]) for i in range(count)]
+        for i, logits in enumerate(driver.step(chunks)):
+            at = rows[i].length - 1
+            truth = reference_logits(model, prompts[i])[at : at + 1]
+            assert relative_error(logits, truth) < 1e-4
+    assert set(runtime._graphs._graphs) == ahead
 
 
 @pytest.fixture(scope="module")

@@ -136,3 +136,17 @@ def test_figures(overlapped: bool) -> None:
         marks += [times.first_token_time, times.finished_time]
         assert all(mark is not None for mark in marks)
         assert all(early <= late for early, late in pairwise(marks))
+
+
+def test_idle_time_goes_to_a_runtime_that_has_a_use_for_it() -> None:
+    bench = Bench()
+    assert not bench.engine.use_idle_time()
+    left = [2]
+
+    def capture_ahead() -> bool:
+        left[0] -= 1
+        return left[0] >= 0
+
+    bench.runtime.capture_ahead = capture_ahead  # type: ignore[attr-defined]
+    assert [bench.engine.use_idle_time() for _ in range(3)] == [True, True, False]
+    assert bench.answer(ids(5), max_tokens=4).token_ids

@@ -33,7 +33,7 @@ from octavo.engine.request import Request, RequestStatus
 from octavo.engine.scheduler import ScheduledRow, Scheduler
 from octavo.errors import ConfigError, InvalidRequestError
 from octavo.outputs import FinishReason, TokenLogprobs
-from octavo.runtime import DecodesAhead, DecodesWhole, ReportsSplits, Runtime
+from octavo.runtime import CapturesAhead, DecodesAhead, DecodesWhole, ReportsSplits, Runtime
 
 if TYPE_CHECKING:
     from concurrent import futures
@@ -180,6 +180,12 @@ class Engine:
             raise
         updates, self._updates = self._updates, []
         return updates
+
+    def use_idle_time(self) -> bool:
+        """Do a little, some 20 ms, of what later steps will need, while there is no work; False:
+        nothing is left to do."""
+        runtime = self._runtime
+        return isinstance(runtime, CapturesAhead) and runtime.capture_ahead()
 
     def _run_one(self) -> None:
         """Launch a step, and deliver it or, overlapped, the one before."""

@@ -62,6 +62,14 @@ class DecodesWhole(Protocol):
 
 
 @runtime_checkable
+class CapturesAhead(Protocol):
+    """What a runtime may have besides: something to do for later steps while there is no work."""
+
+    def capture_ahead(self) -> bool:
+        """Do some 20 ms of it; False: nothing is left."""
+
+
+@runtime_checkable
 class DecodesAhead(Protocol):
     """What a runtime may have besides: several decode steps in one call, so that what the host does
     between two is done once. The ids are those of single steps."""

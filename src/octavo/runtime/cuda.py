@@ -2,9 +2,9 @@
 
 A step's integers come in one upload and are laid out in fixed buffers on the device, where ids that
 the host doesn't know yet are filled in. A step in which every row decodes and samples is padded to
-one of a few sizes; the first such step of a size is launched op by op, the second is captured, and
-from then on it is one launch. Every other step is launched op by op. Nothing waits for the device
-but :meth:`CudaRuntime.wait`.
+one of a few sizes, and is one launch, of a graph that is captured when the first such step comes,
+or earlier: while the host has nothing to do, or waits for a step of many prompt tokens. Every other
+step is launched op by op. Nothing waits for the device but :meth:`CudaRuntime.wait`.
 
 Of few rows, such a step and its sampling are one launch where the engine tells both at once, and
 that makes the next step's inputs, too: while no row begins a block, nothing is uploaded.
@@ -16,6 +16,7 @@ kernels of their own whose sums don't depend on the batch.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from octavo.kernels.norm.triton import add_rms_norm
 from octavo.kernels.step_inputs.layout import make_inputs
 from octavo.kernels.step_inputs.triton import unpack
 from octavo.models.spec import DecoderSpec
+from octavo.models.weights import num_parameters
 from octavo.runtime.cuda_fused import Cuts, FusedDecode, fused_ways
 from octavo.runtime.cuda_linears import LIBRARY, fixed_linears
 from octavo.runtime.cuda_stages import Attention, Stages
@@ -51,6 +53,10 @@ LONG_ROW_FLOPS = 1e11
 # Up to so many rows, a decode step has a graph together with its sampling. Of more, hardly a step
 # goes by in which no row begins a block, and what lies between two steps is less of it.
 WHOLE_ROWS = 16
+
+# For how long a step keeps the device busy, at least: a GPU that reaches more is not known to us.
+PEAK_FLOPS = 7e14
+CAPTURE_SECONDS = 0.03  # a slow host's, of what is captured at a time
 
 
 @dataclass(frozen=True)
@@ -125,8 +131,13 @@ class CudaRuntime:
             FusedDecode(way, spec, weights, layers, self._inputs, self._stages.rope)
             for way in (ways if fused or deterministic else [])
         ]
-        with self._on_device():  # the largest scratch, once
-            self._plans = {self._buckets[-1]: self._decode_groups(self._buckets[-1])}
+        self._plans: dict[int, list[GroupStep]] = {}
+        self._hold_buffers()
+        # Rows and length of a decode step of each kind whose graphs are yet to be captured.
+        self._to_capture = self.kinds_of_decode(max_model_len) if graphs else []
+        self._batch: StepBatch | None = None  # the last step
+        self._busy_until = 0.0  # time.monotonic() when steps of prompt tokens may be done
+        self._token_seconds = 2 * num_parameters(spec) / PEAK_FLOPS
 
     # ---- the two launches of a step, and both in one
 
@@ -146,10 +157,13 @@ class CudaRuntime:
             else:
                 self._lay_out(batch, batch.num_tokens, rows)
                 self._mixed(batch)
+                began = max(time.monotonic(), self._busy_until)
+                self._busy_until = began + self._token_seconds * batch.num_tokens
         self._batch = batch
 
     def sample(self, batch: SamplingBatch) -> Handle:
         """See :class:`octavo.runtime.Runtime`."""
+        assert self._batch is not None
         rows = self._batch.sample_rows
         with self._on_device():
             return self._sampler.launch(batch, rows, self._logits_at)
@@ -165,17 +179,33 @@ class CudaRuntime:
                 self._lay_out(batch, rows, rows)
             filtered = self._sampler.prepare(sampling, batch.sample_rows)
             key = self._decode_key(rows, int(batch.seq_lens.max()))
-
-            def launch() -> None:
-                self._launch_decode(*key)
-                self._sampler.choose(rows, filtered, inputs=self._inputs)
-
-            self._graphs.run(("whole", *key, filtered), launch)
+            self._graphs.run(("whole", *key, filtered), lambda: self._launch_whole(*key, filtered))
             self._batch, self._hidden, self._is_next = batch, None, True
             return self._sampler.hand_over(sampling, batch.sample_rows, self._logits_at)
 
     def wait(self, handle: Handle) -> SampleOutput:
+        while not handle.is_done and time.monotonic() < self._busy_until - CAPTURE_SECONDS:
+            if not self.capture_ahead():
+                break
         return self._sampler.wait(handle)
+
+    def capture_ahead(self) -> bool:
+        """See :class:`octavo.runtime.CapturesAhead`. Steps of about as many rows as the last one
+        come first."""
+        if not self._to_capture:
+            return False
+        last = 0 if self._batch is None else self._batch.num_rows
+        nearest = min(self._to_capture, key=lambda kind: abs(kind[0] - last))
+        self._to_capture.remove(nearest)
+        rows, length = nearest
+        key = self._decode_key(rows, length)
+        with self._on_device():
+            self._graphs.capture(key, lambda: self._launch_decode(*key))
+            if rows <= WHOLE_ROWS:
+                whole = ("whole", *key, False)
+                self._graphs.capture(whole, lambda: self._launch_whole(*key, filtered=False))
+            self._sampler.capture(rows)
+        return True
 
     def kinds_of_decode(self, max_model_len: int) -> list[tuple[int, int]]:
         """Rows and length of one decode step of each kind: every size, and where fused kernels
@@ -191,6 +221,7 @@ class CudaRuntime:
     @property
     def logits(self) -> Tensor:
         """The last step's, float32 [L, vocab], on the host; for tests."""
+        assert self._batch is not None
         with self._on_device():
             if self._hidden is None:
                 return self._logits[: self._batch.num_rows].float().cpu()
@@ -227,6 +258,21 @@ class CudaRuntime:
     def _decode_key(self, bucket: int, longest: int) -> tuple[int, Cuts | None]:
         fused = self._fused_of(bucket)
         return bucket, None if fused is None else fused.cuts(bucket, longest)
+
+    def _hold_buffers(self) -> None:
+        """Make what steps of every size keep from launch to launch: what a graph is captured with
+        must not be its own, as graphs share their memory."""
+        with self._on_device():
+            for bucket in reversed(self._buckets):  # the largest scratch, once
+                fused = self._fused_of(bucket)
+                if fused is None:
+                    self._plans[bucket] = self._decode_groups(bucket)
+                else:
+                    fused.buffers_of(bucket)
+
+    def _launch_whole(self, bucket: int, cuts: Cuts | None, filtered: bool) -> None:
+        self._launch_decode(bucket, cuts)
+        self._sampler.choose(bucket, filtered, inputs=self._inputs)
 
     def _launch_decode(self, bucket: int, cuts: Cuts | None) -> None:
         fused, logits = self._fused_of(bucket), self._logits[:bucket]

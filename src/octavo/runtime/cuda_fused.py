@@ -189,7 +189,7 @@ class FusedDecode:
     def _launch_layers(self, num_rows: int, cuts: Cuts) -> _Buffers:
         spec, weights, inputs, products = self._spec, self._weights, self._inputs, self._products
         eps = spec.norm_eps
-        b = self._buffers_of(num_rows)
+        b = self.buffers_of(num_rows)
         first = self._layers[0].weights.attn_norm
         embed(
             inputs.ids[:num_rows],
@@ -238,7 +238,7 @@ class FusedDecode:
             squares = b.downed
         return b
 
-    def _buffers_of(self, num_rows: int) -> _Buffers:
+    def buffers_of(self, num_rows: int) -> _Buffers:
         """Those of steps of so many rows. Steps by fixed products, whose sums of squares are as
         many for any number of rows, share theirs."""
         held = self.max_rows if self._products is FIXED else num_rows

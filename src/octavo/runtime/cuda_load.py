@@ -110,8 +110,8 @@ def load_cuda(
     graphs = not config.enforce_eager
     runtime = _make_runtime(model, weights, attention, selections, num_blocks, graphs=graphs)
     for count in (1, 2):  # a decode and a prefill step
-        batch = _made_up([count], [count], config.block_size, num_blocks[0], model.groups)
-        _run(runtime, batch, SamplingParams())
+        batch = make_step([count], [count], config.block_size, num_blocks[0], model.groups)
+        run_step(runtime, batch, SamplingParams())
     lap("pools")
     return runtime, num_blocks
 
@@ -140,7 +140,8 @@ def run_largest_steps(runtime: CudaRuntime, model: Model, num_blocks: int) -> No
         left -= lengths[-1]
     params = SamplingParams(top_k=20, top_p=0.9)
     for counts in (lengths, [1] * config.max_num_seqs):
-        _run(runtime, _made_up(counts, counts, config.block_size, num_blocks, model.groups), params)
+        batch = make_step(counts, counts, config.block_size, num_blocks, model.groups)
+        run_step(runtime, batch, params)
 
 
 def shortened(model: Model) -> Model:
@@ -177,25 +178,32 @@ def warm_up(runtime: CudaRuntime, model: Model, num_blocks: int) -> None:
 
     def run(counts: list[int], length: int, **params: Any) -> None:
         lengths = [max(count, length) for count in counts]
-        batch = _made_up(counts, lengths, config.block_size, num_blocks, model.groups)
-        _run(runtime, batch, SamplingParams(**params))
+        batch = make_step(counts, lengths, config.block_size, num_blocks, model.groups)
+        run_step(runtime, batch, SamplingParams(**params))
 
-    powers = [1 << i for i in range(config.max_num_seqs.bit_length())]
-    for rows in powers:  # first what takes longest to compile
+    numbers = numbers_of_rows(config.max_num_seqs)
+    for rows in numbers:  # first what takes longest to compile
         if 2 * rows <= config.max_num_batched_tokens:
             run([2] * rows, 2)
-    for rows in powers:  # what decodes beside a prompt
+    for rows in numbers:  # what decodes beside a prompt
         if rows < config.max_num_seqs and rows + 2 <= config.max_num_batched_tokens:
             run([1] * rows + [2], 2)
     for rows, length in runtime.kinds_of_decode(longest):
         run([1] * rows, length)
     run([1], 1, top_k=20, top_p=0.9)
-    one = _made_up([1], [1], config.block_size, num_blocks, model.groups)
+    one = make_step([1], [1], config.block_size, num_blocks, model.groups)
     for params in (SamplingParams(), SamplingParams(top_k=20, top_p=0.9)):
         runtime.wait(runtime.decode(one, _sampling(runtime, one, params), goes_on=False))
 
 
-def _run(runtime: CudaRuntime, batch: StepBatch, params: SamplingParams) -> None:
+def numbers_of_rows(most: int) -> list[int]:
+    """The fewest and the most rows up to each power of two: attention's kernels are compiled for
+    that, and between the two at most once go another way (as full batches do)."""
+    powers = [1 << i for i in range((most - 1).bit_length() + 1)]
+    return sorted({min(rows, most) for power in powers for rows in (power // 2 + 1, power)})
+
+
+def run_step(runtime: CudaRuntime, batch: StepBatch, params: SamplingParams) -> None:
     runtime.forward(batch)
     runtime.wait(runtime.sample(_sampling(runtime, batch, params)))
 
@@ -236,7 +244,7 @@ def _make_runtime(
     )
 
 
-def _made_up(
+def make_step(
     counts: Sequence[int],
     lengths: Sequence[int],
     block_size: int,

@@ -56,6 +56,10 @@ class Handle:
     prompt_logprobs: list[Ranked]
     done: torch.cuda.Event | None
 
+    @property
+    def is_done(self) -> bool:
+        return self.done is None or bool(self.done.query())  # type: ignore[no-untyped-call]
+
 
 class DeviceSampler:
     """Chooses ids from ``logits`` [rows, V], where forward leaves those of the rows that sample.
@@ -98,9 +102,12 @@ class DeviceSampler:
                 self.choose(count, filtered, logits=_edited(self._logits[:count], batch))
             else:
                 bucket = next(size for size in self._buckets if size >= count)
-                key = ("choose", bucket, filtered)
-                self._graphs.run(key, lambda: self.choose(bucket, filtered))
+                self._graphs.run(_key(bucket, filtered), lambda: self.choose(bucket, filtered))
         return self.hand_over(batch, step_rows, prompt_logits)
+
+    def capture(self, bucket: int) -> None:
+        """Have the graph of an unfiltered choice for so many rows."""
+        self._graphs.capture(_key(bucket, False), lambda: self.choose(bucket, False))
 
     def prepare(self, batch: SamplingBatch, step_rows: NDArray[np.int32]) -> bool:
         """Have the rows' settings on the device. Whether a filter is asked for."""
@@ -201,6 +208,10 @@ class DeviceSampler:
         whole[1], whole[-1] = len(self.row_ids) - 1, self._turn
         whole[:, : settings.shape[1]] = settings
         self._settings.copy_(_pinned(whole, self._device), non_blocking=True)
+
+
+def _key(bucket: int, filtered: bool) -> tuple[str, int, bool]:
+    return "choose", bucket, filtered
 
 
 def pack_settings(

@@ -1,4 +1,5 @@
-"""Launches that come again and again, as CUDA graphs that are captured when they are needed."""
+"""Launches that come again and again, as CUDA graphs that are captured when they first come, or
+before, when there is time."""
 
 from __future__ import annotations
 
@@ -9,36 +10,35 @@ import torch
 
 
 class Graphs:
-    """The first launch under a key goes kernel by kernel, which compiles what has to be; the second
-    is captured; from then on it is one launch. What is launched reads and writes buffers that stay
-    where they are, and belongs to one stream, the current one: all graphs share the memory in
-    between. ``enabled`` off never captures.
+    """A launch is captured under its key, and from then on it is one launch. What is launched reads
+    and writes memory that was there before, or that nobody looks at afterwards: the graphs share
+    what they allocate. It belongs to one stream, the current one. ``enabled`` off never captures.
     """
 
     def __init__(self, enabled: bool) -> None:
-        self._enabled = enabled
-        self._launched: set[Hashable] = set()
+        self.enabled = enabled
         self._graphs: dict[Hashable, Any] = {}
         self._pool: Any = None
 
     def run(self, key: Hashable, launch: Callable[[], None]) -> None:
-        graph = self._graphs.get(key)
-        if graph is None and self._enabled and key in self._launched:
-            graph = self._graphs[key] = self._capture(launch)
-        if graph is not None:
-            graph.replay()
+        if self.enabled:
+            self.capture(key, launch)
+            self._graphs[key].replay()
         else:
             launch()
-            self._launched.add(key)
 
-    def _capture(self, launch: Callable[[], None]) -> Any:
+    def capture(self, key: Hashable, launch: Callable[[], None]) -> bool:
+        """Have the graph. Whether it wasn't there; to capture takes as long as to launch."""
+        if key in self._graphs:
+            return False
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # Other threads may go on calling CUDA meanwhile.
-        graph.capture_begin(self._pool, capture_error_mode="thread_local")
+        # Relaxed: a kernel that is launched for the first time is loaded meanwhile.
+        graph.capture_begin(self._pool, capture_error_mode="relaxed")
         try:
             launch()
         finally:
             graph.capture_end()
-        return graph
+        self._graphs[key] = graph
+        return True

@@ -68,12 +68,12 @@ class EngineServer:
         self._owners: dict[str, Peer] = {}  # by the id of a request that is not finished
 
     def run(self) -> NoReturn:
-        """Step while there is work and wait for some where there is none, for ever."""
+        """Step while there is work; where there is none, prepare for some, and wait, for ever."""
         engine, socket = self._engine, self._socket
         self._tell_step([])
         while True:
             told = False
-            while socket.poll(0 if told or engine.has_work else None):
+            while socket.poll(0 if told or engine.has_work or engine.use_idle_time() else None):
                 peer, raw = socket.recv_multipart()
                 self._obey(peer, messages.decode_to_engine(raw))
                 told = True
