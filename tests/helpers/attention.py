@@ -107,7 +107,9 @@ def run(candidate, spec: AttentionSpec, rows: Rows, *, sinks=None, splits=None):
     plan = backend.plan(rows.batch) if splits is None else backend.plan(rows.batch, splits)
     q = torch.from_numpy(rows.q).to(spec.device, getattr(torch, spec.dtype))
     sinks = None if sinks is None else torch.from_numpy(sinks).to(spec.device)
-    out, lse = backend.run(q, *pool, plan, sinks)
+    given = q.new_full((*q.shape[:2], spec.v_head_dim), torch.nan)
+    out, lse = backend.run(q, *pool, plan, sinks, given)
+    assert out is given
     return out.float().cpu().numpy(), lse.cpu().numpy()
 
 

@@ -27,6 +27,8 @@ import octavo.kernels.choose.triton as choose
 import octavo.kernels.kv_store.triton as kv_store
 import octavo.kernels.linear_batch.triton as linear_batch
 import octavo.kernels.linear_fixed.triton as linear_fixed
+import octavo.kernels.norm.triton as norm
+import octavo.kernels.rope_write.triton as rope_write
 import octavo.kernels.split_attention.triton as split_attention
 import octavo.kernels.split_attention.triton_warps as split_warps
 from octavo.attention import AttentionSpec
@@ -84,7 +86,8 @@ PREFILL: dict[str, dict[str, Any]] = {
 def main() -> None:
     driver.set_active(NoDevice())
     JITFunction.run = compile_only
-    for module in (choose, split_attention, split_warps, kv_store, linear_batch, linear_fixed):
+    modules = (choose, split_attention, split_warps, kv_store, linear_batch, linear_fixed, norm)
+    for module in (*modules, rope_write):
         module.dependent_launches = lambda: True
     results = {}
     for name, (launch, changes) in CASES.items():
@@ -124,7 +127,11 @@ def usage(binary) -> dict[str, int]:
         file.flush()
         listing = subprocess.check_output([CUOBJDUMP, "-res-usage", file.name], text=True)
     found = dict(re.findall(r"\b(REG|STACK):(\d+)", listing))
-    return {"registers": int(found["REG"]), "stack": int(found["STACK"])}
+    return {
+        "registers": int(found["REG"]),
+        "stack": int(found["STACK"]),
+        "shared": binary.metadata.shared,
+    }
 
 
 def spec_and_caches(phase: str, changes: dict[str, Any]) -> tuple[AttentionSpec, list[Any]]:
@@ -203,10 +210,30 @@ def chosen(dtype: Any, filtered: bool, advances: bool) -> None:
     )
 
 
+def normed(hidden: int, parts: int) -> None:
+    x, delta = torch.empty(3, hidden), torch.empty(parts, 3, hidden, dtype=torch.bfloat16)
+    norm.add_rms_norm(x, x[0], 1e-6, delta=delta, dtype=delta.dtype)
+
+
+def rotated(num_tokens: int) -> None:
+    spec, caches = spec_and_caches("decode", {})
+    ints, turns = torch.zeros(num_tokens, dtype=torch.int32), torch.empty(64, spec.head_dim // 2)
+    heads = spec.num_heads + spec.num_kv_heads
+    qkv = caches[0].new_empty(num_tokens, (heads + spec.num_kv_heads) * spec.head_dim)
+    weights = torch.empty(heads, spec.head_dim)
+    rope_write.rope_write(
+        qkv, ints, turns, turns, *caches, ints, num_heads=spec.num_heads, qk_norm=weights
+    )
+
+
 CASES: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     **{name: (decode, changes) for name, changes in DECODE.items()},
     **{name: (prefill, changes) for name, changes in PREFILL.items()},
     "store": (store, {}),
+    "norm, 1024": (normed, {"hidden": 1024, "parts": 4}),
+    "norm, 4096": (normed, {"hidden": 4096, "parts": 4}),
+    "rope and write": (rotated, {"num_tokens": 256}),
+    "rope and write, many": (rotated, {"num_tokens": rope_write.MANY}),
     "product, decode, 1": (product, {"num_tokens": 1, "kind": "decode"}),
     "product, decode, 256": (product, {"num_tokens": 256, "kind": "decode", "n": 32768}),
     "product, prefill": (product, {"num_tokens": 4096, "kind": "prefill"}),

@@ -48,14 +48,15 @@ def make_standin() -> SimpleNamespace:
             calls.append({"pages": indices.tolist(), **options})
             self.planned = starts, indptr, indices, last_page_len, heads, options
 
-        def run(self, q, paged_kv_cache, *, return_lse=False):
+        def run(self, q, paged_kv_cache, *, out=None, return_lse=False):
             assert self.planned, "plan before run"
             assert return_lse
             assert q.is_contiguous()
             starts, indptr, indices, last_page_len, heads, options = self.planned
             num_heads, num_kv_heads, head_dim, page_size = heads
             assert q.shape == (starts[-1], num_heads, head_dim)
-            out = torch.empty_like(q)
+            out = torch.empty_like(q) if out is None else out
+            assert out.is_contiguous()
             lse = torch.empty(q.shape[:2])
             for row in range(len(last_page_len)):
                 pages = indices[indptr[row] : indptr[row + 1]].long()

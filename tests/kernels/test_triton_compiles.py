@@ -64,3 +64,10 @@ def test_a_block_of_the_merge_fits_beside_those_of_the_split_kernel(case, blocks
     kernels = compiled()[case]
     split, merge = (kernels[f"{name}_kernel"]["registers"] for name in ("split", "merge"))
     assert blocks * split * 128 + merge * merge_warps * 32 <= 65536
+
+
+@pytest.mark.parametrize("size", [1024, 4096])
+def test_a_row_of_a_norm_fits_beside_a_product(size):
+    """So that it is there when the product ends, and the next one's weights are on their way before
+    the norm has ended: a product leaves 2 KB, of which the device takes one for any block."""
+    assert compiled()[f"norm, {size}"]["_norm_kernel"]["shared"] <= 1024

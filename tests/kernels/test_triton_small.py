@@ -19,6 +19,7 @@ from octavo.kernels.merge_rows.triton import merge_rows
 from octavo.kernels.norm import reference as norm_reference
 from octavo.kernels.norm.triton import add_rms_norm
 from octavo.kernels.rope_write import reference as rope_reference
+from octavo.kernels.rope_write import triton as rope_triton
 from octavo.kernels.rope_write.triton import rope_write
 from octavo.kernels.step_inputs import reference as inputs_reference
 from octavo.kernels.step_inputs.layout import StepInputs, make_inputs
@@ -99,6 +100,22 @@ def test_rope_write(
     for found, wanted in zip(*results, strict=True):
         assert torch.equal(found.isnan(), wanted.isnan())
         close(found.nan_to_num(), wanted.nan_to_num(), dtype)
+
+
+@pytest.mark.parametrize("count", [12, 13])  # several tokens a block, the last one's fewer
+def test_rope_write_of_many_tokens(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rope_triton, "MANY", 12)
+    qkv, norm = randn(count, 20 * 16), randn(18, 16)
+    tables = torch.arange(count, dtype=torch.int32), *torch.rand(2, count, 8)
+    slots = torch.arange(count, dtype=torch.int32).flip(0) - 1
+    results = []
+    for op in (rope_write, rope_reference.rope_write):
+        caches = [torch.full((3, 5, 2, 16), torch.nan) for _ in range(2)]
+        q = op(qkv, *tables, *caches, slots, num_heads=16, qk_norm=norm, eps=1e-6)
+        results.append((q, *caches))
+    for found, wanted in zip(*results, strict=True):
+        assert torch.equal(found.isnan(), wanted.isnan())
+        close(found.nan_to_num(), wanted.nan_to_num(), torch.float32)
 
 
 @pytest.mark.parametrize("partials", [1, 2, 5])

@@ -94,14 +94,29 @@ class Backend(Protocol):
         token whose slot is negative is padding and isn't stored."""
 
     def run(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: Any, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        plan: Any,
+        sinks: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """``q [T, H, D]`` -> ``out [T, H, Dv]`` in q's dtype and ``lse [T, H]``, fp32."""
+        """``q [T, H, D]`` -> ``out [T, H, Dv]`` in q's dtype and ``lse [T, H]``, fp32. ``out``,
+        contiguous, is made where it isn't given."""
 
     def gather(
         self, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, length: int
     ) -> tuple[Tensor, Tensor]:
         """Keys ``[length, Hkv, D]`` and values of one sequence, whatever the layout."""
+
+
+def placed(result: Tensor, out: Tensor | None) -> Tensor:
+    """What a backend whose kernels can't write into ``out`` returns as it."""
+    if out is None:
+        return result
+    out[:] = result
+    return out
 
 
 class Candidate(Protocol):

@@ -18,6 +18,7 @@ from torch import Tensor
 from octavo.attention.spec import AttentionSpec, Backend
 from octavo.kernels.norm.triton import add_rms_norm
 from octavo.kernels.rope_write.triton import rope_write
+from octavo.kernels.triton_launch import with_room
 from octavo.models.decoder import StageName, cover, lower
 from octavo.models.rope import inverse_frequencies
 from octavo.models.spec import DecoderSpec, RopeSpec
@@ -127,12 +128,17 @@ class Stages:
     def _attend(self, step: Step, layer: Layer) -> None:
         group, caches = step.groups[layer.group], (layer.k_cache, layer.v_cache)
         decode, count = self._attention[layer.group].decode, step.num_decodes
-        parts = []
+        both = group.decode_plan is not None and group.prefill is not None
+        whole = with_room(step.q, *step.q.shape) if both else None
+        first, rest = (None, None) if whole is None else (whole[:count], whole[count:])
         if group.decode_plan is not None:
-            parts.append(decode.run(step.q[:count], *caches, group.decode_plan)[0])
+            q = step.q[:count]
+            step.attention, _ = decode.run(q, *caches, group.decode_plan, out=first)
         if group.prefill is not None:
-            parts.append(group.prefill.run(step.q[count:], *caches, group.prefill_plan)[0])
-        step.attention = parts[0] if len(parts) == 1 else torch.cat(parts)
+            q = step.q[count:]
+            step.attention, _ = group.prefill.run(q, *caches, group.prefill_plan, out=rest)
+        if whole is not None:
+            step.attention = whole
         if layer is self._layers[-1]:
             step.keep_wanted(self._linears.wanted)
 

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from octavo.attention.merge import merge_lse, merge_sinks, natural_lse
-from octavo.attention.spec import AttentionBatch, AttentionSpec, KVLayout, Support
+from octavo.attention.spec import AttentionBatch, AttentionSpec, KVLayout, Support, placed
 from octavo.attention.splits import SplitCost, SplitPlan, plan_splits
 from octavo.errors import ConfigError
 
@@ -363,6 +363,7 @@ class AscendFiaBackend:
         v_cache: Tensor,
         plan: FiaPlan,
         sinks: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         import torch
 
@@ -371,15 +372,15 @@ class AscendFiaBackend:
         if plan.parts is not None:
             empty = q.new_zeros(1, spec.num_heads, spec.v_head_dim)
             partials.insert(0, (empty, empty[..., 0].float() - math.inf))
-        out, lse = partials[0]
+        result, lse = partials[0]
         if len(partials) > 1:
-            out, lse = (torch.cat(tensors) for tensors in zip(*partials, strict=True))
+            result, lse = (torch.cat(tensors) for tensors in zip(*partials, strict=True))
         if plan.parts is not None:
-            out, lse = merge_lse(out[plan.parts].float(), lse[plan.parts])
+            result, lse = merge_lse(result[plan.parts].float(), lse[plan.parts])
         if sinks is not None:
             # Ours rather than the operator's, whose log-sum-exp doesn't say if it counts the sink.
-            out, lse = merge_sinks(out.float(), lse, sinks)
-        return out.to(q.dtype), lse
+            result, lse = merge_sinks(result.float(), lse, sinks)
+        return placed(result.to(q.dtype), out), lse
 
     def attend(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, call: FiaCall

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.attention.spec import AttentionBatch, AttentionSpec, KVLayout, Support, Tensor
+from octavo.attention.spec import AttentionBatch, AttentionSpec, KVLayout, Support, Tensor, placed
 from octavo.attention.splits import SplitPlan
 
 if TYPE_CHECKING:
@@ -137,11 +137,12 @@ class CpuBackend:
         v_cache: Tensor,
         plan: BoundPlan,
         sinks: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         spec = self.spec
-        out = np.empty((len(q), spec.num_heads, spec.v_head_dim), np.float32)
+        result = np.empty((len(q), spec.num_heads, spec.v_head_dim), np.float32)
         lse = np.empty((len(q), spec.num_heads), np.float32)
-        arrays = {"q": _float32(q), "out": out, "lse": lse}
+        arrays = {"q": _float32(q), "out": result, "lse": lse}
         if sinks is not None:
             arrays["sinks"] = _float32(sinks)
         addresses = {name: array.ctypes.data for name, array in arrays.items()}
@@ -151,10 +152,10 @@ class CpuBackend:
                 call.record[name] = addresses[name]
         plan.team.run(plan.program)
         if isinstance(q, np.ndarray):
-            return out, lse
+            return placed(result, out), lse
         import torch
 
-        return torch.from_numpy(out).to(q.dtype), torch.from_numpy(lse)
+        return placed(torch.from_numpy(result).to(q.dtype), out), torch.from_numpy(lse)
 
     def gather(
         self, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, length: int

@@ -17,7 +17,7 @@ import numpy as np
 
 from octavo.attention.backends.nhd import NhdPool, nhd_layout
 from octavo.attention.merge import merge_sinks, natural_lse
-from octavo.attention.spec import AttentionBatch, AttentionSpec, KVLayout, Support
+from octavo.attention.spec import AttentionBatch, AttentionSpec, KVLayout, Support, placed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -146,6 +146,7 @@ class FlashinferBackend(NhdPool):
         v_cache: Tensor,
         plan: FlashinferPlan,
         sinks: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Raises RuntimeError for any plan but the last."""
         import torch
@@ -154,20 +155,24 @@ class FlashinferBackend(NhdPool):
             raise RuntimeError("a FlashInfer wrapper runs only what it planned last")
         spec = self.spec
         if plan.tokens is None:
-            out, lse = self._attend(q, k_cache, v_cache)
+            out, lse = self._attend(q, k_cache, v_cache, out)
         else:
-            out = q.new_zeros(len(q), spec.num_heads, spec.v_head_dim)
+            shape = len(q), spec.num_heads, spec.v_head_dim
+            out = q.new_zeros(shape) if out is None else out.zero_()
             lse = torch.full_like(out[..., 0], -torch.inf, dtype=torch.float32)
             if plan.num_tokens:
                 part = self._attend(q[plan.tokens], k_cache, v_cache)
                 out[plan.tokens], lse[plan.tokens] = part
         if sinks is not None:
             merged, lse = merge_sinks(out.float(), lse, sinks)
-            out = merged.to(q.dtype)
+            out = placed(merged.to(q.dtype), out)
         return out, lse
 
-    def _attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = self._wrapper.run(q.contiguous(), (k_cache, v_cache), return_lse=True)
+    def _attend(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        pool = k_cache, v_cache
+        out, lse = self._wrapper.run(q.contiguous(), pool, out=out, return_lse=True)
         return out, natural_lse(lse, base=2)
 
 

@@ -111,6 +111,7 @@ class FusedBackend(NhdPool):
         v_cache: Tensor,
         plan: FusedPlan,
         sinks: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         import torch
 
@@ -125,7 +126,8 @@ class FusedBackend(NhdPool):
         )
         qkv = torch.cat((q.flatten(1), k, v), 1)
         qkv.masked_fill_(plan.newest[:, None] < 0, 0.0)  # slot 0 may hold anything
-        out = q.new_empty(len(q), q[0].numel())
+        out = q.new_empty(q.shape) if out is None else out
+        rows_out = out.flatten(1)
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         for first in range(0, len(q), MOST_ROWS):
             rows = slice(first, first + MOST_ROWS)
@@ -138,12 +140,12 @@ class FusedBackend(NhdPool):
                 plan.seq_lens[rows],
                 plan.newest[rows],
                 *plan.turns,
-                out[rows],
+                rows_out[rows],
                 cut=plan.cut,
                 scratch=plan.scratch,
                 lse=lse[rows],
             )
-        return out.view_as(q), lse
+        return out, lse
 
     def _newest(self, batch: AttentionBatch) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         size, lens = self.spec.block_size, batch.seq_lens

@@ -18,6 +18,7 @@ from octavo.attention.spec import (
     Backend,
     KVLayout,
     Support,
+    placed,
 )
 from octavo.attention.splits import SplitCost, SplitPlan, plan_splits
 
@@ -105,14 +106,15 @@ class ReferenceBackend(NhdPool):
         v_cache: Tensor,
         plan: ReferencePlan,
         sinks: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         import torch
 
         from octavo.kernels.split_attention.reference import add_sinks, causal_prefill, split_decode
 
         spec = self.spec
-        out = q.new_zeros(len(q), spec.num_heads, spec.v_head_dim, dtype=torch.float32)
-        m = out[..., 0] - torch.inf
+        result = q.new_zeros(len(q), spec.num_heads, spec.v_head_dim, dtype=torch.float32)
+        m = result[..., 0] - torch.inf
         l = torch.zeros_like(m)
         edges = plan.batch.query_start_loc.tolist()
         for row, length in enumerate(plan.batch.seq_lens.tolist()):
@@ -129,11 +131,11 @@ class ReferenceBackend(NhdPool):
             k, v = self.gather(k_cache, v_cache, plan.block_table[row, first_block:], length - base)
             if plan.splits is not None:
                 segments = [(a - base, b - base) for a, b in plan.splits.boundaries[row]]
-                out[tokens.start], m[tokens.start], l[tokens.start] = split_decode(
+                result[tokens.start], m[tokens.start], l[tokens.start] = split_decode(
                     q[tokens.start], k, v, segments, scale=spec.scale, soft_cap=spec.soft_cap
                 )
             else:
-                out[tokens], m[tokens], l[tokens] = causal_prefill(
+                result[tokens], m[tokens], l[tokens] = causal_prefill(
                     q[tokens],
                     k,
                     v,
@@ -142,5 +144,5 @@ class ReferenceBackend(NhdPool):
                     soft_cap=spec.soft_cap,
                 )
         if sinks is not None:
-            out, m, l = add_sinks(out, m, l, sinks)
-        return out.to(q.dtype), log_sum_exp(m, l)
+            result, m, l = add_sinks(result, m, l, sinks)
+        return placed(result.to(q.dtype), out), log_sum_exp(m, l)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.attention.backends.nhd import NhdPool, nhd_layout
 from octavo.attention.merge import merge_lse, merge_sinks
-from octavo.attention.spec import AttentionBatch, AttentionSpec, KVLayout, Support
+from octavo.attention.spec import AttentionBatch, AttentionSpec, KVLayout, Support, placed
 from octavo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -99,16 +99,18 @@ class TorchBackend(NhdPool):
         v_cache: Tensor,
         plan: TorchPlan,
         sinks: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         import torch
 
         spec = self.spec
         if [row[:2] for row in plan.rows] == [(0, len(q))]:  # nothing to put together
             k, v = self.gather(k_cache, v_cache, plan.block_tables[0], plan.rows[0][2])
-            out, lse = causal_row(q, k, v, spec.scale)
-            out = out.to(q.dtype)
+            result, lse = causal_row(q, k, v, spec.scale)
+            out = placed(result.to(q.dtype), out)
         else:
-            out = q.new_zeros(len(q), spec.num_heads, spec.v_head_dim)
+            shape = len(q), spec.num_heads, spec.v_head_dim
+            out = q.new_zeros(shape) if out is None else out.zero_()
             lse = torch.full_like(out[..., 0], -torch.inf, dtype=torch.float32)
             for (start, stop, length), table in zip(plan.rows, plan.block_tables, strict=True):
                 k, v = self.gather(k_cache, v_cache, table, length)
@@ -116,7 +118,7 @@ class TorchBackend(NhdPool):
                 out[start:stop] = row_out.to(q.dtype)
         if sinks is not None:
             merged, lse = merge_sinks(out.float(), lse, sinks)
-            out = merged.to(q.dtype)
+            out = placed(merged.to(q.dtype), out)
         return out, lse
 
 

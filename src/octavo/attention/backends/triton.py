@@ -143,6 +143,7 @@ class TritonBackend(NhdPool):
         v_cache: Tensor,
         plan: TritonPlan,
         sinks: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         from octavo.kernels.paged_prefill.triton import paged_prefill
         from octavo.kernels.split_attention.triton import split_decode
@@ -150,7 +151,9 @@ class TritonBackend(NhdPool):
         table, lens = plan.block_table, plan.seq_lens
         if plan.scratch is None:
             starts = plan.query_start_loc
-            return paged_prefill(self.spec, q, k_cache, v_cache, table, lens, starts, sinks=sinks)
+            return paged_prefill(
+                self.spec, q, k_cache, v_cache, table, lens, starts, sinks=sinks, out=out
+            )
         return split_decode(
             self.spec,
             q,
@@ -161,4 +164,5 @@ class TritonBackend(NhdPool):
             num_slots=self.num_slots,
             scratch=plan.scratch,
             sinks=sinks,
+            out=out,
         )
