@@ -183,6 +183,7 @@ def variants_of(cell: Cell) -> dict[str, Variant]:
 PREFILL = {
     "m128t64w8s3": PrefillTuning(128, 64, 8, 3),
     "m128t128w8s2": PrefillTuning(128, 128, 8, 2),
+    "m128t32w8s3": PrefillTuning(128, 32, 8, 3, registers=128),
 }
 
 

@@ -17,6 +17,7 @@ from helpers.attention import Rows, fill_pool, make_rows, make_spec, num_blocks,
 
 from octavo.attention import AttentionBatch, AttentionSpec
 from octavo.attention.backends.triton import TritonBackend, TritonCandidate
+from octavo.kernels.rope_write.triton import rope_write
 from octavo.kernels.split_attention.triton import make_scratch, split_decode
 
 pytestmark = pytest.mark.skipif(
@@ -90,19 +91,43 @@ def test_decode_features(window, mode, dtype):
     assert_right(spec, [3, 0, 5000, 16, 17, 1025], sinks=sinks, spread=3)
 
 
+@pytest.mark.parametrize("lines", [512, 1536])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
     "shape",
     [(16, 8, 128), (32, 8, 128), (64, 8, 128), (9, 3, 64), (14, 2, 64), (8, 4, 256), (16, 1, 128)],
     ids=str,
 )
-def test_full_batches(shape, dtype):
+def test_full_batches(shape, dtype, lines):
     """Enough lines for blocks of one warp; short ones, and one that many blocks read."""
     heads, kv_heads, head_dim = shape
     spec = gpu_spec(dtype=dtype, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
     lens = [0, 1, 15, 16, 17, 31, 32, 33, 200, 700, 9000]
-    lens += [50] * (-(-512 // kv_heads) - len(lens))
+    lens += [50] * (-(-lines // kv_heads) - len(lens))
     assert_right(spec, lens)
+
+
+@pytest.mark.parametrize("num_rows", [64, 200])
+def test_full_batches_wait_for_the_newest_keys(num_rows):
+    """Behind the kernel that writes them, while which older keys are already read."""
+    spec = gpu_spec(num_heads=16, num_kv_heads=8, head_dim=128)
+    lens = torch.randint(1, 200, (num_rows,), dtype=torch.int32, device="cuda")
+    newest = lens - 1
+    table = torch.arange(13 * num_rows, dtype=torch.int32, device="cuda").view(num_rows, 13)
+    slots = table.gather(1, (newest // 16).long()[:, None])[:, 0] * 16 + newest % 16
+    pool = torch.randn(2, 13 * num_rows, 16, 8, 128, device="cuda").bfloat16()
+    qkv = torch.randn(num_rows, 32 * 128, device="cuda").bfloat16()
+    cos, sin = torch.randn(2, 200, 64, device="cuda")
+    scratch = make_scratch(spec, num_rows, 200, 264)
+    answers = []
+    for waits in (False, True):
+        pool.flatten(1, 2)[:, slots.long()] = torch.nan
+        torch.cuda.synchronize()
+        q = rope_write(qkv, newest, cos, sin, *pool, slots, num_heads=16)
+        if waits:
+            torch.cuda.synchronize()
+        answers.append(split_decode(spec, q, *pool, table, lens, num_slots=264, scratch=scratch)[0])
+    assert torch.equal(*answers)
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 100, 1024])

@@ -70,6 +70,7 @@ DECODE: dict[str, dict[str, Any]] = {
     "auto, 9/3 x 64": {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
     "fixed, 9/3 x 64": {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "split_tokens": 256},
     "full batch": {"full": True},
+    "full batch of few lines": {"full": True, "rows": 64},
     "full batch, all features": ALL | {"full": True},
     "full batch, 9/3 x 64": {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "full": True},
     "full batch, 256": {"num_heads": 8, "num_kv_heads": 4, "head_dim": 256, "full": True},
@@ -142,11 +143,11 @@ def spec_and_caches(phase: str, changes: dict[str, Any]) -> tuple[AttentionSpec,
     return spec, [torch.empty(1, 16, spec.num_kv_heads, side, dtype=dtype) for side in sides]
 
 
-def decode(rows: int = 1, fold: int = 4, full: bool = False, **changes) -> None:
+def decode(rows: int | None = None, fold: int = 4, full: bool = False, **changes) -> None:
     mode = {"split_mode": "fixed"} if "split_tokens" in changes else {}
     spec, caches = spec_and_caches("decode", mode | changes)
     tuning = None if full else replace(split_attention.default_tuning(spec), fold=fold)
-    rows = 256 if full else rows
+    rows = rows or (256 if full else 1)
     ints = torch.zeros(rows, 64, dtype=torch.int32)
     split_attention.split_decode(
         spec,

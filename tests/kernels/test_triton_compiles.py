@@ -28,8 +28,7 @@ KNOWN_STACK = {
     ("fixed", "split_kernel"): 8,
     ("fixed, all features", "split_kernel"): 8,
     ("fixed, 9/3 x 64", "split_kernel"): 40,
-    ("full batch, 9/3 x 64", "warps_kernel"): 8,
-    ("prefill", "_prefill_kernel"): 24,
+    ("prefill", "_prefill_kernel"): 32,
     ("choose, filtered", "long_list_kernel"): 96,
     ("choose, filtered, advancing", "long_list_kernel"): 96,
 }

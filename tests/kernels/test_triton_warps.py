@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from octavo.attention import AttentionSpec
 from octavo.attention.backends.triton import TritonBackend, TritonCandidate
 from octavo.kernels.split_attention import triton as split_attention
+from octavo.kernels.split_attention import triton_warps
 from octavo.kernels.split_attention.triton import make_scratch, split_decode
 from octavo.kernels.split_attention.triton_warps import fits, warps_decode
 
@@ -82,8 +83,11 @@ def assert_right(spec: AttentionSpec, lens: list[int], enough: int, sinks=None, 
     np.testing.assert_allclose(lse, want_lse, atol=2e-5)
 
 
+@pytest.mark.parametrize("few_lines", [0, 1024])
 @pytest.mark.parametrize("enough", [1, 3, 8, 40, 300])
-def test_any_number_of_pieces_gives_the_dense_answer(enough):
+def test_any_number_of_pieces_gives_the_dense_answer(enough, few_lines, monkeypatch):
+    """With room for two tiles and for three."""
+    monkeypatch.setattr(triton_warps, "FEW_LINES", few_lines)
     assert_right(spec_for(), [5, 400, 1, 63, 64, 65, 0, 130], enough)
 
 

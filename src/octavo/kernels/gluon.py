@@ -24,6 +24,7 @@ __all__ = [
     "mma_v2",
     "next_power_of_2",
     "tma",
+    "turned",
     "warpgroup_mma",
     "warpgroup_mma_wait",
 ]
@@ -48,6 +49,23 @@ if not INTERPRETED:
         return gl.inline_asm_elementwise(
             "add.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=gl.float32, is_pure=False, pack=1
         )
+
+    @jit
+    def turned(x, layout):  # type: ignore[no-untyped-def]
+        """``x`` [16 m, n] of 16 bits, as a product of ``mma_v2`` left it in one warp, as the second
+        operand of the next product: each 8 x 8 of it is transposed between the threads."""
+        N: gl.constexpr = x.shape[1]
+        M: gl.constexpr = x.shape[0]
+        x = gl.inline_asm_elementwise(
+            "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;",
+            "=r,r",
+            [x],
+            dtype=x.dtype,
+            is_pure=True,
+            pack=2,
+        )
+        x = gl.permute(gl.reshape(x, [M // 8, 8, N // 8, 8]), (0, 3, 2, 1))
+        return gl.convert_layout(gl.reshape(x, [M, N]), layout, assert_trivial=True)
 
 else:
     import numpy as np
@@ -106,6 +124,9 @@ else:
 
     def add_here(a: Any, b: Any) -> Any:
         return a + b
+
+    def turned(x: Any, layout: Any) -> Any:
+        return x
 
     def _sum(x: Any, axis: int) -> Any:
         """Eight columns as they are added up by four threads that have two each."""
@@ -180,6 +201,8 @@ else:
         atomic_add=lambda *args, **how: tl.atomic_add(*args, **how),
         multiple_of=lambda x, values: x,
         max_contiguous=lambda x, values: x,
+        permute=lambda x, order: tl.permute(x, order),
+        reshape=lambda x, shape: tl.reshape(x, shape),
         expand_dims=lambda x, axis: tl.expand_dims(x, axis),
         broadcast=lambda a, b: tl.broadcast(a, b),
         convert_layout=lambda x, layout, assert_trivial=False: x,

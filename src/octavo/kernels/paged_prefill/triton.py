@@ -28,22 +28,28 @@ from octavo.kernels.triton_launch import attention_constants, in_base_2, outputs
 
 @dataclass(frozen=True)
 class PrefillTuning:
-    """``rows`` (token, head) pairs a block, ``tokens`` keys at a time."""
+    """``rows`` (token, head) pairs a block, ``tokens`` keys at a time; ``registers`` a thread at
+    most, where Triton would take so many that a multiprocessor holds one block less."""
 
     rows: int
     tokens: int
     num_warps: int
     num_stages: int
+    registers: int | None = None
 
 
 def default_prefill_tuning(spec: AttentionSpec) -> PrefillTuning:
-    """The fastest that fits a Hopper SM (bench/results)."""
+    """The fastest on a Hopper SM (bench/LOG.md), from the spec alone, as the bits depend on it.
+    Short rows want two blocks that take turns at waiting, and little that is masked at the
+    diagonal."""
     head_dim = max(spec.head_dim, spec.v_head_dim)
     if spec.dtype == "float32":  # multiplied in fp32, without tensor cores
         side = 32 if head_dim <= 64 else 16
         return PrefillTuning(rows=side, tokens=side, num_warps=4, num_stages=2)
-    if head_dim <= 128:
+    if head_dim <= 64:
         return PrefillTuning(rows=128, tokens=128, num_warps=8, num_stages=2)
+    if head_dim <= 128:
+        return PrefillTuning(rows=128, tokens=32, num_warps=8, num_stages=3, registers=128)
     return PrefillTuning(rows=128, tokens=32, num_warps=8, num_stages=2)
 
 
@@ -80,6 +86,7 @@ def paged_prefill(
     group = spec.num_heads // spec.num_kv_heads
     # Each row may end in a tile that isn't full; the blocks that are too many end at once.
     most_tiles = num_tokens * group // tuning.rows + min(num_rows, num_tokens)
+    limit = {} if tuning.registers is None else {"maxnreg": tuning.registers}
     _prefill_kernel[(most_tiles, spec.num_kv_heads)](
         q,
         k_cache,
@@ -100,6 +107,7 @@ def paged_prefill(
         TOKENS=tuning.tokens,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
+        **limit,
     )
     return out, lse
 

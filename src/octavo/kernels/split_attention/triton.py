@@ -179,10 +179,10 @@ def split_decode(
     ``q`` [R, H, D]; ``k_cache`` [blocks, block_size, Hkv, D] and ``v_cache`` [blocks, block_size,
     Hkv, Dv], innermost dimension contiguous; ``block_table`` [R, any] int32, of which only entries
     of blocks that hold visible keys are read; ``seq_lens`` [R] int32, the new token included;
-    neither of these two written by the kernel launched just before; ``sinks`` [H]. ``num_slots``
-    is about how many blocks to use (:func:`resident_slots`). A row of length 0 gets zeros and
-    ``lse`` -inf (its sink, where there is one). A ``tuning`` is one of the kernel of four warps,
-    which then takes full batches, too.
+    neither of these two written by the kernel launched just before, nor any key or value but a
+    row's newest; ``sinks`` [H]. ``num_slots`` is about how many blocks to use
+    (:func:`resident_slots`). A row of length 0 gets zeros and ``lse`` -inf (its sink, where there
+    is one). A ``tuning`` is one of the kernel of four warps, which then takes full batches, too.
 
     Returns ``out`` [R, H, Dv] in q's dtype and ``lse`` [R, H] fp32. Launches only: nothing waits
     for the device, so it can be captured.
@@ -191,7 +191,11 @@ def split_decode(
     num_rows, num_heads = q.shape[:2]
     if num_rows == 0:
         return out, lse
-    if tuning is None and num_rows * spec.num_kv_heads >= FULL_BATCH and fits(spec):
+    lines = num_rows * spec.num_kv_heads
+    if tuning is None and lines >= FULL_BATCH and fits(spec):
+        enough = ENOUGH_WARPS * num_slots
+        if lines <= enough:  # a line gets half a piece more at most: so all pieces begin at once
+            enough -= lines // 2
         warps_decode(
             spec,
             q,
@@ -203,7 +207,7 @@ def split_decode(
             out,
             lse,
             scratch=scratch,
-            enough=ENOUGH_WARPS * num_slots,
+            enough=enough,
         )
         return out, lse
     tuning = tuning or default_tuning(spec)
