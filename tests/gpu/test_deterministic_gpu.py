@@ -29,6 +29,7 @@ from octavo.kernels.linear_fixed.triton import linear_fixed, make_counters
 from octavo.kernels.norm_gate_up.reference import norm_gate_up
 from octavo.kernels.norm_linear.reference import norm_linear
 from octavo.kernels.rope_attention.triton import choose_cut
+from octavo.kernels.rope_write.triton import MANY, rope_write
 from octavo.kernels.triton_launch import has_warpgroups
 from octavo.outputs import RequestOutput
 
@@ -67,6 +68,27 @@ def test_a_row_of_a_product_is_the_same_in_any_batch(n: int, k: int, kind: Kind)
         part = slice(first, first + count)
         assert torch.equal(linear_fixed(x[part], weight, None, counters, kind), whole[part]), part
     assert not counters.any()
+
+
+def test_a_token_is_rotated_the_same_among_few_and_many() -> None:
+    """Which are different kernels."""
+    torch.manual_seed(0)
+    count = MANY + 5
+    qkv = torch.randn(count, 32 * 128, device="cuda", dtype=torch.bfloat16)
+    positions = torch.arange(count, device="cuda", dtype=torch.int32)
+    turns = torch.rand(2, count, 64, device="cuda")
+    weights = torch.randn(24, 128, device="cuda")
+    whole, parts = torch.zeros(2, 2, count // 16 + 1, 16, 8, 128, device="cuda").bfloat16()
+
+    def rotated(caches: torch.Tensor, part: slice) -> torch.Tensor:
+        own = positions[part]
+        return rope_write(qkv[part], own, *turns, *caches, own, num_heads=16, qk_norm=weights)
+
+    q = rotated(whole, slice(0, count))
+    for first in range(0, count, 1500):
+        part = slice(first, min(first + 1500, count))
+        assert torch.equal(rotated(parts, part), q[part])
+    assert torch.equal(parts, whole)
 
 
 @pytest.mark.parametrize(("n", "k", "kind"), [(1024, 3072, "decode"), (4096, 4096, "prefill")])

@@ -23,7 +23,8 @@ TESTS = Path(__file__).parents[1]
 def test_launches_find_what_other_processes_compiled(tmp_path: Path) -> None:
     """Also beside one that can't be compiled."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(TESTS), "TRITON_CACHE_DIR": str(tmp_path)}
+    path = os.pathsep.join([str(TESTS), environment.get("PYTHONPATH", "")])
+    environment |= {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path)}
     script = [sys.executable, "-m", "helpers.compile_ahead"]
     done = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
