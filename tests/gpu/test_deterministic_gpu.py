@@ -29,7 +29,8 @@ from octavo.kernels.linear_fixed.triton import linear_fixed, make_counters
 from octavo.kernels.norm_gate_up.reference import norm_gate_up
 from octavo.kernels.norm_linear.reference import norm_linear
 from octavo.kernels.rope_attention.triton import choose_cut
-from octavo.kernels.rope_write.triton import MANY, rope_write
+from octavo.kernels.rope_write.triton import MANY as MANY_TOKENS
+from octavo.kernels.rope_write.triton import rope_write
 from octavo.kernels.triton_launch import has_warpgroups
 from octavo.outputs import RequestOutput
 
@@ -73,7 +74,7 @@ def test_a_row_of_a_product_is_the_same_in_any_batch(n: int, k: int, kind: Kind)
 def test_a_token_is_rotated_the_same_among_few_and_many() -> None:
     """Which are different kernels."""
     torch.manual_seed(0)
-    count = MANY + 5
+    count = MANY_TOKENS + 5
     qkv = torch.randn(count, 32 * 128, device="cuda", dtype=torch.bfloat16)
     positions = torch.arange(count, device="cuda", dtype=torch.int32)
     turns = torch.rand(2, count, 64, device="cuda")
