@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from octavo.engine.sampling import SamplingRow, make_sampling_batch, sample
-from octavo.kernels.choose.cpu import LOWEST_SCORE, UNSURE, draw, scratch_bytes
+from octavo.kernels.choose.cpu import BUNCH, LOWEST_SCORE, UNSURE, draw, scratch_bytes
 from octavo.kernels.program import Program
 from octavo.kernels.team import Team
 from octavo.sampling_params import SamplingParams
@@ -17,6 +17,7 @@ SETTINGS = (
     {"temperature": 0.3},
     {"temperature": 5.0},
     {"temperature": 1e-6},
+    {"temperature": 1e30},
     {"temperature": 0.8, "top_k": 1},
     {"temperature": 1.0, "top_k": 50},
     {"temperature": 1.0, "top_p": 0.9},
@@ -52,7 +53,7 @@ def drawn(logits, params, seeds, num_threads=2):
         temperature=batch.temperature,
         top_k=batch.top_k,
         top_p=batch.top_p,
-        min_p=batch.min_p,
+        floor=batch.floor,
         seed=batch.seed,
         choice=batch.choice,
         position=batch.position,
@@ -99,7 +100,8 @@ def test_what_is_not_finite_is_refused():
     assert found.tolist() == expected.tolist() == [-1, -1]
 
 
-def test_the_same_reach():
+def test_the_same_constants():
     from octavo.engine import sampling
 
     assert LOWEST_SCORE == sampling.LOWEST_SCORE
+    assert BUNCH == sampling.BUNCH

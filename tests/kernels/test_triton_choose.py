@@ -22,8 +22,10 @@ from octavo.sampling_params import SamplingParams
 
 
 @pytest.fixture(autouse=True)
-def both_lists(monkeypatch):
-    """Short lists so short that long ones come, too; sorting takes the interpreter seconds."""
+def small_parts(monkeypatch):
+    """Chunks so small that a row has several; short lists so short that long ones come, too:
+    sorting takes the interpreter seconds."""
+    monkeypatch.setattr("octavo.kernels.choose.triton.CHUNK", 1024)
     monkeypatch.setattr("octavo.kernels.choose.triton.SHORT_LIST", 64)
 
 
@@ -136,6 +138,8 @@ def test_far_and_impossible_tokens():
     logits[3:, 9] = -90.0
     settings = [{}, {"top_k": 5}, {"top_p": 0.3}, {"temperature": 80.0}, {"min_p": 0.5}]
     check(logits, [row(seed=3, **one) for one in [*settings, {"temperature": 0.0}]])
+    whole = [row(seed=i, temperature=t) for i, t in enumerate([1.0, 1e30, 80.0, 0.1, 1e-45, 0.0])]
+    check(logits, whole)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -152,9 +156,12 @@ def test_logits_that_are_not_finite(bad, settings):
 
 
 def test_draws_follow_the_distribution():
-    logits = np.log(np.array([[0.5, 0.3, 0.15, 0.05]], np.float32)).repeat(300, 0)
+    """From four bunches of two chunks."""
+    logits = np.full((300, 1100), -np.inf, np.float32)
+    logits[:, [63, 64, 130, 1099]] = np.log([0.5, 0.3, 0.15, 0.05])
     rows = [row(seed=5, position=i) for i in range(300)]
-    shares = np.bincount(ids_of(logits, rows, torch.float32), minlength=4) / 300
+    drawn = ids_of(logits, rows, torch.float32)
+    shares = [np.mean(drawn == token) for token in (63, 64, 130, 1099)]
     np.testing.assert_allclose(shares, [0.5, 0.3, 0.15, 0.05], atol=0.07)
 
 

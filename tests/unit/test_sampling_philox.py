@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.engine.philox import gumbel, philox4x32, token_noise
+from octavo.engine.philox import BUNCHES, TOKENS, gumbel, noise_of, philox4x32
 
 
 # Random123's tests/kat_vectors, the lines "philox4x32 10": counter, key, result.
@@ -43,7 +43,7 @@ def test_gumbel_is_finite_at_both_ends_and_follows_its_formula() -> None:
 
 
 def test_gumbel_noise_has_gumbels_distribution() -> None:
-    noise = token_noise(np.arange(100_000), seed=7, choice=0, position=0)
+    noise = noise_of(TOKENS, np.arange(100_000), seed=7, choice=0, position=0)
     assert noise.mean() == pytest.approx(0.5772, abs=0.02)  # Euler's constant
     assert noise.var() == pytest.approx(math.pi**2 / 6, abs=0.05)
     # Kolmogorov-Smirnov distance to exp(-exp(-x)); 1.63 / sqrt(N) is the 1 % point.
@@ -53,6 +53,7 @@ def test_gumbel_noise_has_gumbels_distribution() -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(
+    kind=st.sampled_from([TOKENS, BUNCHES]),
     ids=st.sets(st.integers(0, 300_000), min_size=1, max_size=40)
     | st.tuples(st.integers(0, 1000), st.integers(1, 300)).map(lambda s: set(range(s[0], sum(s)))),
     seed=st.integers(0, 2**64 - 1),
@@ -60,19 +61,20 @@ def test_gumbel_noise_has_gumbels_distribution() -> None:
     position=st.integers(0, 2**31 - 1),
 )
 def test_noise_of_a_token_does_not_depend_on_the_other_tokens(
-    ids: set[int], seed: int, choice: int, position: int
+    kind: int, ids: set[int], seed: int, choice: int, position: int
 ) -> None:
     ordered = np.array(sorted(ids))
-    noise = token_noise(ordered, seed, choice, position)
+    noise = noise_of(kind, ordered, seed, choice, position)
     for token, value in list(zip(ordered, noise, strict=True))[:10]:
-        words = philox4x32(np.array([token // 4], np.uint64), position, choice, 0, seed)
+        words = philox4x32(np.array([token // 4], np.uint64), position, choice, kind, seed)
         assert gumbel(words[token % 4])[0] == value
 
 
 def test_every_part_of_the_key_changes_the_noise() -> None:
     ids = np.arange(64)
     draws = [
-        token_noise(ids, seed, choice, position)
+        noise_of(kind, ids, seed, choice, position)
+        for kind in (TOKENS, BUNCHES)
         for seed in (0, 1, 1 << 32, 2**63 - 1, 2**64 - 1)
         for choice in (0, 1)
         for position in (0, 1, 2)

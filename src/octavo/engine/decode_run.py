@@ -27,7 +27,7 @@ _ROW_FIELDS = (  # of a SamplingBatch, besides those that count
     "temperature",
     "top_k",
     "top_p",
-    "min_p",
+    "floor",
     "repetition_penalty",
     "frequency_penalty",
     "presence_penalty",

@@ -1,4 +1,4 @@
-"""The one source of randomness: noise that depends on (seed, choice, position, token) only.
+"""The one source of randomness: noise that hangs on a seed, a choice, a position and a number only.
 
 A counter-based generator has no state to carry or share: a draw is a pure function of its key and
 counter, so a seeded request gives the same ids alone, in any batch, after a preemption and on any
@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 
 UInt32 = NDArray[np.uint32]
 UInt64 = NDArray[np.uint64]
+
+# What noise is of: single tokens, or bunches of them (``engine/sampling.py``).
+TOKENS, BUNCHES = 0, 1
 
 _ROUNDS = 10
 _MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
@@ -59,19 +62,20 @@ def gumbel(words: UInt32) -> NDArray[np.float32]:
     return noise
 
 
-def token_noise(
-    token_ids: NDArray[np.int64], seed: int, choice: int, position: int
+def noise_of(
+    kind: int, numbers: NDArray[np.int64], seed: int, choice: int, position: int
 ) -> NDArray[np.float32]:
-    """Gumbel noise ``[N]`` for the N (at least one) ascending ``token_ids`` of one draw.
+    """Gumbel noise ``[N]`` of one draw, for N (at least one) ascending numbers of ``TOKENS`` or
+    ``BUNCHES``.
 
-    Four tokens share a counter: token ``t`` takes word ``t % 4`` of the counter ``(t // 4,
-    position, choice, 0)`` under the 64-bit key ``seed``.
+    Four numbers share a counter: ``n`` takes word ``n % 4`` of the counter ``(n // 4, position,
+    choice, kind)`` under the 64-bit key ``seed``.
     """
-    counters = token_ids // 4
+    counters = numbers // 4
     first, stop = int(counters[0]), int(counters[-1]) + 1
-    if stop - first < len(token_ids):  # dense: compute every counter of the range once
+    if stop - first < len(numbers):  # dense: compute every counter of the range once
         span = np.arange(first, stop, dtype=np.uint64)
-        words = philox4x32(span, position, choice, 0, seed)
-        return gumbel(words.T.reshape(-1)[token_ids - 4 * first])
-    words = philox4x32(counters.astype(np.uint64), position, choice, 0, seed)
-    return gumbel(words[token_ids % 4, np.arange(len(token_ids))])
+        words = philox4x32(span, position, choice, kind, seed)
+        return gumbel(words.T.reshape(-1)[numbers - 4 * first])
+    words = philox4x32(counters.astype(np.uint64), position, choice, kind, seed)
+    return gumbel(words[numbers % 4, np.arange(len(numbers))])

@@ -15,7 +15,10 @@ The rules and their order are vLLM's (the order of equal logits is ours, see bel
 9. ``top_p`` keeps the fewest of these, likeliest first, whose share reaches ``top_p`` (the token
    that crosses it included; a millionth short counts as reached, for float32 can't tell);
 10. the token with the largest sum of scaled logit and Gumbel noise wins, which draws from the
-    softmax of what is left (the Gumbel-max trick; the noise is ``engine/philox.py``'s).
+    softmax of what is left (the Gumbel-max trick; the noise is ``engine/philox.py``'s). Where 7 to
+    9 are off, and a whole vocabulary is left, this chooses twice: first among bunches, of which
+    ``b`` has the tokens ``64 b`` to ``64 b + 63`` and for a score the logarithm of what they weigh
+    together, then among the tokens of that bunch. The softmax is the same, for a 64th of the noise.
 
 Equal logits are ordered by id, the lower one first, everywhere. Nothing that one row does is
 visible to another: a row's result depends on its logits and its own fields alone.
@@ -30,7 +33,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from octavo.engine.philox import token_noise
+from octavo.engine.philox import BUNCHES, TOKENS, noise_of
 from octavo.outputs import Logprob, TokenLogprobs
 from octavo.sampling_params import SamplingParams
 
@@ -45,6 +48,7 @@ _TOP_P_TOLERANCE = 1e-6
 # A token this far below the likeliest one (in scaled logits) can't win, for the noise spans 26,
 # and a whole vocabulary of them weighs nothing in top_p: 262,144 * e^-30 = 2e-8.
 LOWEST_SCORE = -30.0
+BUNCH = 64  # tokens; as many at LOWEST_SCORE weigh e^-25.8, and can't win either
 # What a mask adds to eight logits, by the byte of their bits: ten times faster than bit by bit.
 _MASK_ADDENDS = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"),
@@ -91,7 +95,7 @@ class SamplingBatch:
     temperature: Float32  # [S], 0: greedy
     top_k: Int32  # [S], vocab_size: off
     top_p: Float32  # [S], 1: off
-    min_p: Float32  # [S], 0: off
+    floor: Float32  # [S], the lowest score that min_p leaves, LOWEST_SCORE: off
     repetition_penalty: Float32  # [S]
     frequency_penalty: Float32  # [S]
     presence_penalty: Float32  # [S]
@@ -169,7 +173,7 @@ def make_sampling_batch(
         (
             min(p.temperature, _FLOAT32_SAFE),
             p.top_p,
-            p.min_p,
+            max(math.log(p.min_p), LOWEST_SCORE) if p.min_p > 0 else LOWEST_SCORE,
             min(max(p.repetition_penalty, 1 / _FLOAT32_SAFE), _FLOAT32_SAFE),
             p.frequency_penalty,
             p.presence_penalty,
@@ -185,7 +189,7 @@ def make_sampling_batch(
         )
         for row, p in ((row, row.params) for row in rows)
     ]
-    temperature, top_p, min_p, repetition, frequency, presence = np.array(
+    temperature, top_p, floor, repetition, frequency, presence = np.array(
         list(zip(*floats, strict=True)) or [()] * 6, np.float32
     )
     top_k, choice, position, num_logprobs = np.array(
@@ -196,7 +200,7 @@ def make_sampling_batch(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
-        min_p=min_p,
+        floor=floor,
         repetition_penalty=repetition,
         frequency_penalty=frequency,
         presence_penalty=presence,
@@ -292,25 +296,33 @@ def _edit(raw: list[Float32], batch: SamplingBatch) -> list[Float32]:
 
 def draw(row: Float32, r: int, batch: SamplingBatch) -> int:
     """The token that row ``r`` draws from its edited, finite logits."""
-    ids, scores = _candidates(
-        row,
-        float(batch.temperature[r]),
-        int(batch.top_k[r]),
-        float(batch.top_p[r]),
-        float(batch.min_p[r]),
-    )
-    noise = token_noise(ids, int(batch.seed[r]), int(batch.choice[r]), int(batch.position[r]))
-    return int(ids[(scores + noise).argmax()])
-
-
-def _candidates(
-    row: Float32, temperature: float, top_k: int, top_p: float, min_p: float
-) -> tuple[Int64, Float32]:
-    """The ids that the filters keep, ascending, and their scores: logits less the largest one,
-    divided by the temperature. Ids that can't win are left out too."""
+    key = int(batch.seed[r]), int(batch.choice[r]), int(batch.position[r])
     with np.errstate(over="ignore"):  # a tiny temperature sends the others to -inf, as it should
-        scores = (row - row.max()) / np.float32(temperature)
-    floor = max(math.log(min_p), LOWEST_SCORE) if min_p > 0 else LOWEST_SCORE
+        scores = (row - row.max()) / batch.temperature[r]
+    if is_filtered(batch, len(row))[r]:
+        ids = _kept(scores, int(batch.top_k[r]), float(batch.top_p[r]), float(batch.floor[r]))
+    else:
+        ids = _drawn_bunch(scores, *key)
+    return int(ids[(scores[ids] + noise_of(TOKENS, ids, *key)).argmax()])
+
+
+def is_filtered(batch: SamplingBatch, vocab_size: int) -> NDArray[np.bool_]:
+    """Which rows [S] have ``min_p``, ``top_k`` or ``top_p``."""
+    return (batch.top_k < vocab_size) | (batch.top_p < 1) | (batch.floor > LOWEST_SCORE)
+
+
+def _drawn_bunch(scores: Float32, seed: int, choice: int, position: int) -> Int64:
+    """The ids of the bunch that is drawn."""
+    starts = np.arange(0, len(scores), BUNCH)
+    weights = np.add.reduceat(np.exp(scores), starts, dtype=np.float64)
+    with np.errstate(divide="ignore"):  # a bunch that a grammar forbids has no weight
+        sums = np.log(weights) + noise_of(BUNCHES, starts // BUNCH, seed, choice, position)
+    first = BUNCH * int(sums.argmax())
+    return np.arange(first, min(first + BUNCH, len(scores)))
+
+
+def _kept(scores: Float32, top_k: int, top_p: float, floor: float) -> Int64:
+    """The ids that the filters keep, ascending. Those that can't win are left out too."""
     ids = np.flatnonzero(scores >= floor)
     scores = scores[ids]
     if top_k < len(ids):
@@ -323,9 +335,8 @@ def _candidates(
         heavy = weights[weights >= (1 - top_p) * total / len(weights)]
         mass = np.cumsum(np.sort(heavy)[::-1], dtype=np.float64)
         target = top_p * (1 - _TOP_P_TOLERANCE) * total
-        kept = _largest(scores, int(np.searchsorted(mass, target)) + 1)
-        ids, scores = ids[kept], scores[kept]
-    return ids, scores
+        ids = ids[_largest(scores, int(np.searchsorted(mass, target)) + 1)]
+    return ids
 
 
 def _largest(values: Float32, count: int) -> Int64:

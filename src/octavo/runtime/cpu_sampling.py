@@ -46,7 +46,7 @@ class Sampler:
             temperature=batch.temperature,
             top_k=batch.top_k,
             top_p=batch.top_p,
-            min_p=batch.min_p,
+            floor=batch.floor,
             seed=batch.seed,
             choice=batch.choice,
             position=batch.position,

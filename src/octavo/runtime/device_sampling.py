@@ -20,9 +20,9 @@ from torch import Tensor
 
 from octavo.engine.sampling import (
     IMPOSSIBLE_LOGPROB,
-    LOWEST_SCORE,
     SampleOutput,
     SamplingBatch,
+    is_filtered,
 )
 from octavo.kernels.choose.triton import SETTINGS, choose, make_scratch
 from octavo.kernels.step_inputs.layout import StepInputs
@@ -113,7 +113,7 @@ class DeviceSampler:
         """Have the rows' settings on the device. Whether a filter is asked for."""
         if not self._goes_on(batch, step_rows):
             self._send_settings(pack_settings(batch, step_rows, self._turn))
-            self._filtered = _is_filtered(batch, self._logits.shape[1])
+            self._filtered = bool(is_filtered(batch, self._logits.shape[1]).any())
         self._last = batch
         return self._filtered
 
@@ -219,11 +219,6 @@ def pack_settings(
 ) -> NDArray[np.int32]:
     """The rows' settings as ``kernels/choose`` takes them, int32 [len(SETTINGS), S]."""
     count = len(step_rows)
-    floor = np.full(count, LOWEST_SCORE, np.float32)
-    filtered = batch.min_p > 0
-    if filtered.any():
-        logs = np.log(batch.min_p[filtered].astype(np.float64)).astype(np.float32)
-        floor[filtered] = np.maximum(logs, np.float32(LOWEST_SCORE))
     seed = batch.seed.view(np.int32).reshape(-1, 2)  # little-endian: the low half comes first
     rows: tuple[NDArray[Any] | int, ...] = (
         np.arange(count),
@@ -231,7 +226,7 @@ def pack_settings(
         batch.temperature.view(np.int32),
         batch.top_k,
         batch.top_p.view(np.int32),
-        floor.view(np.int32),
+        batch.floor.view(np.int32),
         seed[:, 0],
         seed[:, 1],
         batch.choice,
@@ -242,12 +237,6 @@ def pack_settings(
     for index, values in enumerate(rows):
         settings[index] = values
     return settings
-
-
-def _is_filtered(batch: SamplingBatch, vocab_size: int) -> bool:
-    return bool(
-        (batch.top_k < vocab_size).any() or (batch.top_p < 1).any() or (batch.min_p > 0).any()
-    )
 
 
 def _edited(logits: Tensor, batch: SamplingBatch) -> Tensor:

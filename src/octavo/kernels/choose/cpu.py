@@ -2,9 +2,8 @@
 
 Sums and logarithms are rounded otherwise here than in numpy. So where two tokens, or a sum and the
 ``top_p`` that it is held against, are closer than rounding can tell, the op says so and leaves the
-row to numpy: about one in 10,000. What saves the time: scores are gathered in blocks of which most
-are passed over, only what may be kept is sorted, and the noise of a whole vocabulary is bounded by
-the leading bits of its random words before any logarithm is taken.
+row to numpy: about one in 10,000. What saves the time: scores are gathered in bunches of which most
+are passed over, and only what may be kept is sorted.
 """
 
 from __future__ import annotations
@@ -19,16 +18,15 @@ from octavo.kernels.program import fetch_add, float32s, int32s, int64s, op
 from octavo.kernels.vector_ir import I64, exp, load, loop, reduce_sum, variable, zeros
 
 UNSURE = -2
-TOO_MANY = -3
-LOWEST_SCORE = np.float32(-30.0)  # engine.sampling.LOWEST_SCORE
+LOWEST_SCORE = np.float32(-30.0)  # as in engine/sampling.py, like BUNCH
+BUNCH = 64
 
 _LANES = 16
-_BLOCK = 64  # scores that are passed over together
+_TOKENS, _BUNCHES = np.uint64(0), np.uint64(1)  # as in engine/philox.py
 _MOST_SORTED = 8192
 _SURE_SHARE = 4e-7  # of a sum of weights
 _SURE_NOISE = 2e-5
 _CUTS = tuple(-2.0 * i for i in range(2, 16))  # scores down to which is gathered, if need be
-_SPAN = 256  # counters at a time
 _FLOAT = 4
 
 _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
@@ -38,7 +36,7 @@ _LOW, _HIGH = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 def scratch_bytes(vocab_size: int) -> int:
     """Memory that a thread needs: scores, the ids gathered, and sort keys."""
-    return 4 * vocab_size + 4 * vocab_size + 8 * _MOST_SORTED + 16 * _SPAN
+    return 4 * vocab_size + 4 * vocab_size + 8 * _MOST_SORTED
 
 
 @intrinsic
@@ -71,18 +69,24 @@ def _weight(scores, first, stop):
 
 
 @jit
+def _reaches(scores, start, stop, cut):
+    """Whether any of the scores is at least ``cut``."""
+    some = False
+    for i in range(start, stop):
+        some |= scores[i] >= cut
+    return some
+
+
+@jit
 def _gather(scores, cut, ids, limit):
-    """Ids whose score is at least ``cut``, ascending, into ``ids``; how many, or TOO_MANY where
+    """Ids whose score is at least ``cut``, ascending, into ``ids``; how many, or UNSURE where
     ``limit`` might not hold them."""
     count = 0
-    for start in range(0, len(scores), _BLOCK):
-        stop = min(start + _BLOCK, len(scores))
-        some = False
-        for i in range(start, stop):
-            some |= scores[i] >= cut
-        if some:
-            if count + _BLOCK > limit:
-                return TOO_MANY
+    for start in range(0, len(scores), BUNCH):
+        stop = min(start + BUNCH, len(scores))
+        if _reaches(scores, start, stop, cut):
+            if count + stop - start > limit:
+                return UNSURE
             for i in range(start, stop):
                 if scores[i] >= cut:
                     ids[count] = i
@@ -91,9 +95,9 @@ def _gather(scores, cut, ids, limit):
 
 
 @jit
-def _words(counter, position, choice, seed):
+def _words(counter, position, choice, kind, seed):
     """Philox4x32-10: see ``engine/philox.py``."""
-    x0, x1, x2, x3 = counter, position, choice, np.uint64(0)
+    x0, x1, x2, x3 = counter, position, choice, kind
     k0, k1 = seed & _LOW, seed >> _HIGH
     for _ in range(10):
         p0, p1 = x0 * _M0, x2 * _M1
@@ -104,10 +108,22 @@ def _words(counter, position, choice, seed):
 
 
 @jit
-def _noise(word):
-    """Gumbel noise of a word: ``engine.philox.gumbel`` but for rounding."""
+def _noise(kind, number, seed, choice, position, needed):
+    """``engine.philox.noise_of`` but for rounding, or -inf where it is below ``needed``."""
+    words = _words(np.uint64(number // 4), position, choice, kind, seed)
+    place = number % 4
+    word = words[0]
+    if place == 1:
+        word = words[1]
+    elif place == 2:
+        word = words[2]
+    elif place == 3:
+        word = words[3]
     v = np.float32(word) * np.float32(2.0**-32) + np.float32(2.0**-33)
     v = min(v, np.float32(1 - 2.0**-24))
+    # It is below -ln(v), and v at least the power of two in it, whose exponent a float holds.
+    if 0.6931472 * (127 - (np.int64(np.float32(v).view(np.int32)) >> 23)) < needed:
+        return -np.inf
     return -math.log(-math.log1p(-np.float64(v)))
 
 
@@ -117,16 +133,8 @@ def _draw_among(scores, ids, count, seed, choice, position):
     best, second, winner = -np.inf, -np.inf, -1
     for i in range(count):
         token = ids[i]
-        words = _words(np.uint64(token // 4), position, choice, seed)
-        place = token % 4
-        word = words[0]
-        if place == 1:
-            word = words[1]
-        elif place == 2:
-            word = words[2]
-        elif place == 3:
-            word = words[3]
-        value = scores[token] + _noise(word)
+        needed = second - scores[token]
+        value = scores[token] + _noise(_TOKENS, token, seed, choice, position, needed)
         if value > best:
             best, second, winner = value, best, token
         elif value > second:
@@ -135,30 +143,24 @@ def _draw_among(scores, ids, count, seed, choice, position):
 
 
 @jit
-def _draw_among_all(scores, lowest, seed, choice, position, words):
-    """The winner among all ids whose score is at least ``lowest``. ``words`` [4, _SPAN] uint32."""
+def _draw_bunch(scores, ids, seed, choice, position):
+    """The ids of the bunch that is drawn, into ``ids``; how many, or UNSURE."""
     best, second, winner = -np.inf, -np.inf, -1
-    width = len(scores)
-    for first in range(0, (width + 3) // 4, _SPAN):
-        for i in range(_SPAN):
-            a, b, c, d = _words(np.uint64(first + i), position, choice, seed)
-            words[0, i], words[1, i], words[2, i], words[3, i] = a, b, c, d
-        stop = min(4 * (first + _SPAN), width)
-        for token in range(4 * first, stop):
-            score = scores[token]
-            word = words[token % 4, token // 4 - first]
-            # The noise is below -ln(v), and v at least the power of two in it, of which a float
-            # holds the exponent.
-            v = np.float32(word) * np.float32(2.0**-32) + np.float32(2.0**-33)
-            power = 127 - (np.int64(np.float32(v).view(np.int32)) >> 23)
-            if score + 0.6931472 * power <= second or score < lowest:
-                continue
-            value = score + _noise(word)
+    for start in range(0, len(scores), BUNCH):
+        stop = min(start + BUNCH, len(scores))
+        if _reaches(scores, start, stop, LOWEST_SCORE):
+            value = math.log(_weight(scores, start, stop))
+            value += _noise(_BUNCHES, start // BUNCH, seed, choice, position, second - value)
             if value > best:
-                best, second, winner = value, best, token
+                best, second, winner = value, best, start
             elif value > second:
                 second = value
-    return winner if best - second > _SURE_NOISE else UNSURE
+    if best - second <= _SURE_NOISE:
+        return UNSURE
+    count = min(BUNCH, len(scores) - winner)
+    for i in range(count):
+        ids[i] = winner + i
+    return count
 
 
 @jit
@@ -252,7 +254,7 @@ def _weight_above(scores, lowest):
     temperature="i8",
     top_k="i8",
     top_p="i8",
-    min_p="i8",
+    floor="i8",
     seed="i8",
     choice="i8",
     position="i8",
@@ -272,7 +274,6 @@ def draw(thread, num_threads, counter, args):
     scores = float32s(memory, width)
     ids = int32s(memory + 4 * width, width)
     keys = int64s(memory + 8 * width, _MOST_SORTED).view(np.uint64)
-    words = int32s(memory + 8 * width + 8 * _MOST_SORTED, (4, _SPAN)).view(np.uint32)
     while True:
         r = fetch_add(counter, 1)
         if r >= a.rows:
@@ -288,19 +289,16 @@ def draw(thread, num_threads, counter, args):
                 scores[i] = (values[i] - top) / temperature
             top_k = np.int64(int32s(a.top_k, a.rows)[r])
             top_p = np.float64(float32s(a.top_p, a.rows)[r])
-            min_p = np.float64(float32s(a.min_p, a.rows)[r])
-            lowest = LOWEST_SCORE
-            if min_p > 0:
-                lowest = max(np.float32(math.log(min_p)), LOWEST_SCORE)
+            lowest = float32s(a.floor, a.rows)[r]
             seed = np.uint64(int64s(a.seed, a.rows)[r])
             choice = np.uint64(int32s(a.choice, a.rows)[r])
             position = np.uint64(int32s(a.position, a.rows)[r])
             if top_k < width or top_p < 1:
                 found = _keep(scores, lowest, top_k, top_p, ids, keys)
+            elif lowest > LOWEST_SCORE:
+                found = _gather(scores, lowest, ids, width)
             else:
-                found = _gather(scores, lowest, ids, width // 16)
+                found = _draw_bunch(scores, ids, seed, choice, position)
             if found >= 0:
                 found = _draw_among(scores, ids, found, seed, choice, position)
-            elif found == TOO_MANY:
-                found = _draw_among_all(scores, lowest, seed, choice, position, words)
         int32s(a.ids, a.rows)[r] = found

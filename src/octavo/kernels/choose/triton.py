@@ -34,7 +34,7 @@ SETTINGS = (
     "position",
     "turn",
 )
-CHUNK = 2048  # tokens of a block
+CHUNK = 8192  # tokens of a block
 ONE_LAUNCH = 64  # rows; of 256, waiting for one another cost the blocks 4 to 6 us
 FILTER_BLOCK = 2048
 EDGES = 8
@@ -45,8 +45,8 @@ SHORT_LIST = 1024
 class Scratch:
     """What blocks leave for those that follow, for up to so many rows."""
 
-    values: Tensor  # float32 [2, rows, chunks]: largest logit, the drawn token's logit
-    ids: Tensor  # int32 [2, rows, chunks]: of both
+    values: Tensor  # float32 [2, rows, chunks]: largest logit, and what the drawn bunch won with
+    ids: Tensor  # int32 [rows, chunks]: the token of that logit, or that bunch where a row draws
     counters: Tensor  # int32 [rows]: finished chunks; zero between launches
     above: Tensor  # float32 [rows, filter blocks, 2, EDGES]
     lengths: Tensor  # int32 [rows], of the lists of tokens to draw from
@@ -66,7 +66,7 @@ def make_scratch(num_rows: int, vocab_size: int, device: str) -> Scratch:
 
     return Scratch(
         floats(2, num_rows, chunks),
-        ints(2, num_rows, chunks),
+        ints(num_rows, chunks),
         ints(num_rows).zero_(),
         floats(num_rows, blocks, 2, EDGES),
         ints(num_rows),
@@ -102,6 +102,7 @@ def choose(
     partials = settings, scratch.values, scratch.ids, scratch.filtered
     results = ids, row_ids, _advanced(inputs)
     strides = (
+        logits.stride(0),
         settings.stride(0),
         scratch.values.stride(0),
         ids.stride(0),
@@ -120,7 +121,6 @@ def choose(
         scratch.counters,
         *results,
         vocab_size,
-        logits.stride(0),
         *strides,
         **constants,
         CHUNK=CHUNK,
@@ -128,11 +128,14 @@ def choose(
         APPROX=not INTERPRETED,
         DEPENDENT=dependent,
         launch_pdl=dependent,
+        maxnreg=128,  # four blocks a multiprocessor for three, and nothing is spilled
     )
     if filtered:
         _draw_from_few(logits, settings, num_rows, scratch)
     if not one_launch:
-        finish_kernel[(num_rows,)](*partials, *results, chunks, vocab_size, *strides, **constants)
+        finish_kernel[(num_rows,)](
+            logits, *partials, *results, chunks, vocab_size, *strides, **constants
+        )
 
 
 def _advanced(inputs: StepInputs | None) -> tuple[Tensor, ...] | None:

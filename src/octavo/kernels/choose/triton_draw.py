@@ -1,13 +1,13 @@
-"""The largest logit, or the largest sum of scaled logit and noise.
+"""The largest logit, or a bunch of tokens and a token of it, as ``engine/sampling.py`` says.
 
-A block finds its chunk's winner, and the last block of a row to end compares the chunks' winners
-exactly as ``engine/sampling.py`` does; rows that may be drawn from few tokens
+A block finds its chunk's largest logit or the bunch that wins there. The last block of a row to end
+compares the chunks' winners, and draws the token; rows that may be drawn from few tokens
 (``triton_filter.py``) have another launch for that. Noise doesn't hang on the logits: it is made
 while the kernel in front still writes them.
 
-Within a chunk ``score + noise`` is compared as ``exp(-score) * E``, where ``noise = -ln E``: that
-takes one logarithm less for each token of the vocabulary, and a short one. It is right to 1e-6 of a
-nat, so only candidates as near as that could change places.
+Within a chunk ``ln(weight) + noise`` is compared as ``weight / E``, where ``noise = -ln E``, and
+only a winner's logarithm is taken. Weights are right to 1e-6, so only candidates as near as that
+could change places.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -20,9 +20,10 @@ from triton.language.extra.cuda import gdc_wait
 from octavo.kernels.step_inputs.triton import advance_row
 
 NEVER = tl.constexpr(0x7FFFFFFF)
-LOWEST_SCORE = tl.constexpr(-30.0)  # engine/sampling.py says why
+LOWEST_SCORE = tl.constexpr(-30.0)  # engine/sampling.py says why, as of BUNCH
+BUNCH = tl.constexpr(64)
+TOKENS, BUNCHES = tl.constexpr(0), tl.constexpr(1)  # kinds of noise, as in engine/philox.py
 LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -55,8 +56,13 @@ def noise_key(settings, stride, row):
 
 
 @triton.jit
-def uniform(word):
-    """``engine/philox.py``'s number between 0 and 1 of a 32-bit word."""
+def _uniform(kind: tl.constexpr, number, key):
+    """The number between 0 and 1 that ``engine/philox.py`` makes noise of."""
+    seed, choice, position = key
+    w0, w1, w2, w3 = tl.philox(seed, number // 4, position, choice, kind)
+    low = tl.where(number % 2 == 0, w0, w1)
+    high = tl.where(number % 2 == 0, w2, w3)
+    word = tl.where(number % 4 < 2, low, high)
     v = word.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
     return tl.minimum(v, 0.9999999403953552)
 
@@ -64,31 +70,31 @@ def uniform(word):
 @triton.jit
 def token_noise(key, token):
     """``engine/philox.py``'s noise of a few tokens."""
-    seed, choice, position = key
-    w0, w1, w2, w3 = tl.philox(seed, token // 4, position, choice, 0)
-    low = tl.where(token % 2 == 0, w0, w1)
-    high = tl.where(token % 2 == 0, w2, w3)
-    v = uniform(tl.where(token % 4 < 2, low, high))
-    # log(1 - v) without losing a small v's digits (Kahan).
-    u = 1.0 - v
-    log = tl.where(u == 1.0, -v, tl.log(u) * tl.div_rn(-v, u - 1.0))
-    return -tl.log(-log)
+    v = _uniform(TOKENS, token, key)
+    return -tl.log(_minus_log1m(v))
 
 
 @triton.jit
-def _exponential(v, APPROX: tl.constexpr):
-    """``-ln(1 - v)``, right to 1e-6: by its series below 1/4, by the GPU's own log2 above."""
-    series = tl.full(v.shape, 1.0 / 9, tl.float32)
-    for n in tl.static_range(8, 0, -1):
-        series = series * v + 1.0 / n
+def _minus_log1m(v):
+    """``-ln(1 - v)`` without losing a small v's digits (Kahan)."""
     u = 1.0 - v
-    if APPROX:
-        log2 = tl.inline_asm_elementwise(
-            "lg2.approx.f32 $0, $1;", "=f,f", [u], dtype=tl.float32, is_pure=True, pack=1
+    return tl.where(u == 1.0, v, tl.log(u) * tl.div_rn(v, u - 1.0))
+
+
+@triton.jit
+def _exp2(x, APPROX: tl.constexpr):
+    if APPROX:  # tl.exp2 takes three instructions more, for numbers below 2^-126
+        x = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
-        log2 = tl.log2(u)
-    return tl.where(v < 0.25, series * v, log2 * -LN2)
+        x = tl.exp2(x)
+    return x
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -127,40 +133,36 @@ def choose_kernel(
     draws = temperature > 0
     if not FINISH:
         draws &= is_filtered(settings, stride_settings, row, vocab_size) == 0
-    race = tl.zeros([CHUNK], tl.float32)
+    bunch = chunk * (CHUNK // BUNCH) + tl.arange(0, CHUNK // BUNCH)
+    luck = tl.zeros([CHUNK // BUNCH], tl.float32)
     if draws:
-        # Four tokens share a counter, one word each.
-        counter = chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4)
-        seed, choice, position = key
-        w0, w1, w2, w3 = tl.philox(seed, counter, position, choice, 0)
-        v = uniform(tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3)))
-        race = _exponential(v, APPROX)
+        luck = 1.0 / _minus_log1m(_uniform(BUNCHES, bunch, key))
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     mask = token < vocab_size
     if DEPENDENT:
         gdc_wait()
     x = tl.load(source + token, mask=mask, other=float("-inf")).to(tl.float32)
-    x = tl.where(x != x, float("inf"), x)  # the row isn't finite, the one way or the other
-    m, first = tl.max(x, 0, return_indices=True)
+    m = tl.reduce(x, 0, _larger)
+    m = tl.where(m != m, float("inf"), m)  # the row isn't finite, the one way or the other
     tl.store(values + out, m)
-    tl.store(ids + out, chunk * CHUNK + first)
     if draws:
         base = tl.where(m == float("-inf"), 0.0, m)
-        # A division for each token would be a tenth of the kernel.
-        race *= tl.exp2((base - x) * (LOG2E / temperature))
-        drawn = tl.min(tl.where(mask, race, float("inf")), 0, return_indices=True)[1]
-        drawn += chunk * CHUNK
-        # None is drawn where logits are infinite.
-        chosen = tl.load(source + drawn, mask=drawn < vocab_size, other=0.0).to(tl.float32)
-        tl.store(values + stride_partials + out, chosen)
-        tl.store(ids + stride_partials + out, drawn)
+        # Bounded, as 0 * inf is no number. A division for each token would be slow.
+        scale = tl.minimum(LOG2E / temperature, 1e38)
+        weight = tl.reshape(_exp2((x - base) * scale, APPROX), [CHUNK // BUNCH, BUNCH])
+        race, best = tl.max(tl.sum(weight, 1) * luck, 0, return_indices=True)
+        tl.store(values + stride_partials + out, race)
+        tl.store(ids + out, chunk * (CHUNK // BUNCH) + best)
+    else:
+        tl.store(ids + out, tl.min(tl.where(x == m, token, NEVER), 0))
     if FINISH:
         tl.debug_barrier()  # all of the partial is stored before one thread says so
         if tl.atomic_add(counters + row, 1, sem="acq_rel") == chunks - 1:
             tl.store(counters + row, 0)
             winner = _winner(
-                values, ids, row, chunks, temperature, draws, key, stride_partials, CHUNKS
-            )
+                source, values, ids, row, chunks, temperature, draws, key, vocab_size,
+                stride_partials, CHUNKS,
+            )  # fmt: skip
             _hand_over(
                 winner, row, address, settings, ids_out, row_ids, inputs, stride_settings,
                 stride_ids_out, stride_slots, TURNS, GROUPS,
@@ -169,6 +171,7 @@ def choose_kernel(
 
 @triton.jit
 def finish_kernel(
+    logits,
     settings,
     values,
     ids,
@@ -178,6 +181,7 @@ def finish_kernel(
     inputs,
     chunks,
     vocab_size,
+    stride_logits,
     stride_settings,
     stride_partials,
     stride_ids_out,
@@ -193,7 +197,11 @@ def finish_kernel(
     draws = (temperature > 0) & (is_few == 0)
     key = noise_key(settings, stride_settings, row)
     address = _address(settings, stride_settings, row)
-    token = _winner(values, ids, row, chunks, temperature, draws, key, stride_partials, CHUNKS)
+    source = logits + setting(settings, stride_settings, 0, row).to(tl.int64) * stride_logits
+    token = _winner(
+        source, values, ids, row, chunks, temperature, draws, key, vocab_size, stride_partials,
+        CHUNKS,
+    )  # fmt: skip
     if (temperature > 0) & is_few & (token >= 0):
         token = tl.load(filtered + row)
     _hand_over(
@@ -204,22 +212,35 @@ def finish_kernel(
 
 @triton.jit
 def _winner(
-    values, ids, row, chunks, temperature, draws, key, stride_partials, CHUNKS: tl.constexpr
-):
-    """The best of a row's chunks' winners, -1 where its logits are not finite."""
+    source, values, ids, row, chunks, temperature, draws, key, vocab_size, stride_partials,
+    CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """The largest logit's token or the one that is drawn, -1 where a row's logits are not
+    finite."""
     chunk = tl.arange(0, CHUNKS)
     mask = chunk < chunks
     place = row * chunks + chunk
-    own = place + tl.where(draws, stride_partials, 0)
     # Read past the L1, where older ones may lie; all at once, as each wait is as long as all.
     m = tl.load(values + place, mask=mask, other=float("-inf"), cache_modifier=".cg")
-    score = tl.load(values + own, mask=mask, other=float("-inf"), cache_modifier=".cg")
-    token = tl.load(ids + own, mask=mask, other=NEVER, cache_modifier=".cg")
+    race = tl.load(values + stride_partials + place, mask=mask, other=0.0, cache_modifier=".cg")
+    number = tl.load(ids + place, mask=mask, other=NEVER, cache_modifier=".cg")
     largest = tl.max(m, 0)
+    finite = tl.abs(largest) < float("inf")
     if draws:
-        score = tl.div_rn(score - largest, temperature) + token_noise(key, token)
-    token = tl.min(tl.where(score == tl.max(score, 0), token, NEVER), 0)
-    return tl.where(tl.abs(largest) < float("inf"), token, -1)
+        bunch = _first_best(tl.div_rn(m - largest, temperature) + tl.log(race), number)
+        token = tl.where(finite, bunch, 0) * BUNCH + tl.arange(0, BUNCH)
+        x = tl.load(source + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
+        score = tl.div_rn(x - largest, temperature) + token_noise(key, token)
+        winner = _first_best(score, token)
+    else:
+        winner = _first_best(m, number)
+    return tl.where(finite, winner, -1)
+
+
+@triton.jit
+def _first_best(score, number):
+    """The number that has the largest score, of several the lowest."""
+    return tl.min(tl.where(score == tl.max(score, 0), number, NEVER), 0)
 
 
 @triton.jit
