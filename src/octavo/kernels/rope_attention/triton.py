@@ -33,13 +33,17 @@ class Cut:
     """How a step's history is cut: every row into ``splits`` shares of whole tiles of ``tokens``
     keys, or, with ``share``, after every ``share`` keys (more where its own length would make over
     ``MOST_SHARES`` shares) into up to ``splits`` of them. Right at every length (with ``share`` up
-    to ``splits * share``, and at any in ``MOST_SHARES``); a CUDA graph is captured for one."""
+    to ``splits * share``, and at any in ``MOST_SHARES``); a CUDA graph is captured for one.
+
+    With ``whole``, which changes no bit, a share's tiles are all there at once: ``num_stages`` of
+    them, and no row is so long that its shares are longer."""
 
     splits: int
     tokens: int
     num_warps: int
     num_stages: int
     share: int = 0
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,8 +125,11 @@ def _cut_as_told(spec: AttentionSpec, num_rows: int, longest: int, num_sms: int)
     one_a_multiprocessor = num_rows * spec.num_kv_heads * splits <= num_sms
     tile_bytes = 4 * tokens * _power_of_2(spec.head_dim)
     room = (128 << 10 if one_a_multiprocessor else 64 << 10) // tile_bytes
-    stages = max(1, min(room, 4, -(-spec.split_tokens // tokens)))
-    return Cut(splits, tokens, 4, stages, spec.split_tokens)
+    tiles = -(-spec.split_tokens // tokens)
+    stages = max(1, min(room, 4, tiles))
+    equal = -(-reach // (MOST_SHARES * tokens)) * tokens  # what shares would have by the length
+    whole = one_a_multiprocessor and tiles == stages and equal <= spec.split_tokens
+    return Cut(splits, tokens, 4, stages, spec.split_tokens, whole)
 
 
 def most_splits(spec: AttentionSpec, num_sms: int) -> int:
@@ -231,6 +238,7 @@ def rope_attention(
         QK_NORM=q_norm is not None,
         SINGLE=cut.splits == 1 and not cut.share,
         SHARE=cut.share,
+        WHOLE=cut.whole,
         MOST_SHARES=MOST_SHARES,
         FEW_SHARES=FEW_SHARES,
         LSE=lse is not None,

@@ -57,6 +57,7 @@ def rope_attention_kernel(
     QK_NORM: tl.constexpr,
     SINGLE: tl.constexpr,
     SHARE: tl.constexpr,
+    WHOLE: tl.constexpr,
     MOST_SHARES: tl.constexpr,
     FEW_SHARES: tl.constexpr,
     LSE: tl.constexpr,
@@ -135,7 +136,7 @@ def rope_attention_kernel(
         ROTARY,
         BLOCK_SIZE,
         QK_NORM,
-        STAGES,
+        0 if WHOLE else STAGES - 1,
         W,
         G,
         D,
@@ -157,6 +158,7 @@ def rope_attention_kernel(
         V_STRIDES,
         HEAD_DIM,
         BLOCK_SIZE,
+        WHOLE,
         STAGES,
         W,
         KEYS,
@@ -245,6 +247,7 @@ def _read_history(
     V_STRIDES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    WHOLE: tl.constexpr,
     STAGES: tl.constexpr,
     W: tl.constexpr,
     KEYS: tl.constexpr,
@@ -253,42 +256,55 @@ def _read_history(
 ):
     """The warps' partials ``m``, ``l`` [W, G] and ``acc`` [W, G, D] of the tiles from ``first`` up
     to ``stop``, of which the first is there; of those behind, each begins to be copied when there
-    is room for it."""
+    is room for it. ``WHOLE``: all are there, and are ``STAGES``. A tile without keys changes no
+    bit."""
     TOKENS: tl.constexpr = W * KEYS
     MMA: tl.constexpr = score_layout(W)
     of_share = (start, stop, scale, soft_cap)
-    scores = _scores(k_tiles.index(0), query, first, *of_share, SOFT_CAP, WINDOW, W, KEYS, G)
-    m = gl.max(scores, 2)
-    weights = gl.exp2(scores - gl.where(m == float("-inf"), 0.0, m)[:, :, None])
+    there = ()  # scores of the tiles that are: none waits for another
+    for i in gl.static_range(STAGES if WHOLE else 1):
+        k_tile, place = k_tiles.index(i), first + i * TOKENS
+        there += (_scores(k_tile, query, place, *of_share, SOFT_CAP, WINDOW, W, KEYS, G),)
+    m = gl.max(there[0], 2)
+    weights = gl.exp2(there[0] - gl.where(m == float("-inf"), 0.0, m)[:, :, None])
     l = gl.sum(weights, 2)
     acc = _weigh(weights, v_tiles.index(0), gl.zeros([W, G, D], gl.float32, layout=MMA), W)
-    tiles = (stop - first + TOKENS - 1) // TOKENS
-    for i in range(1, tiles):
-        # Tile i + STAGES - 1 comes where tile i - 1 was.
-        ahead = first + (i + STAGES - 1) * TOKENS
-        if ahead < stop:
-            gl.thread_barrier()  # all warps are through with the tile that is overwritten
-            slot = (i - 1) % STAGES
-            tile = (k_tiles.index(slot), v_tiles.index(slot), ahead)
-            places = (k_head, v_head, blocks, start, stop)
-            _copy_tile(*tile, *places, K_STRIDES, V_STRIDES, HEAD_DIM, BLOCK_SIZE, W, KEYS, D)
-            blocks = _blocks(table, ahead + TOKENS, start, stop, BLOCK_SIZE, W, KEYS, D)
-        async_copy.commit_group()
-        async_copy.wait_group(STAGES - 1)
-        gl.thread_barrier()
-        place = first + i * TOKENS
-        k_tile = k_tiles.index(i % STAGES)
-        scores = _scores(k_tile, query, place, *of_share, SOFT_CAP, WINDOW, W, KEYS, G)
-        new_m = gl.maximum(m, gl.max(scores, 2))
-        yardstick = gl.where(new_m == float("-inf"), 0.0, new_m)
-        discount = gl.exp2(m - yardstick)
-        weights = gl.exp2(scores - yardstick[:, :, None])
-        l = l * discount + gl.sum(weights, 2)
-        acc = _weigh(weights, v_tiles.index(i % STAGES), acc * discount[:, :, None], W)
-        m = new_m
+    if WHOLE:
+        for i in gl.static_range(1, STAGES):
+            m, l, acc = _go_on(m, l, acc, there[i], v_tiles.index(i), W)
+    else:
+        tiles = (stop - first + TOKENS - 1) // TOKENS
+        for i in range(1, tiles):
+            # Tile i + STAGES - 1 comes where tile i - 1 was.
+            ahead = first + (i + STAGES - 1) * TOKENS
+            if ahead < stop:
+                gl.thread_barrier()  # all warps are through with the tile that is overwritten
+                slot = (i - 1) % STAGES
+                tile = (k_tiles.index(slot), v_tiles.index(slot), ahead)
+                places = (k_head, v_head, blocks, start, stop)
+                _copy_tile(*tile, *places, K_STRIDES, V_STRIDES, HEAD_DIM, BLOCK_SIZE, W, KEYS, D)
+                blocks = _blocks(table, ahead + TOKENS, start, stop, BLOCK_SIZE, W, KEYS, D)
+            async_copy.commit_group()
+            async_copy.wait_group(STAGES - 1)
+            gl.thread_barrier()
+            place = first + i * TOKENS
+            k_tile = k_tiles.index(i % STAGES)
+            scores = _scores(k_tile, query, place, *of_share, SOFT_CAP, WINDOW, W, KEYS, G)
+            m, l, acc = _go_on(m, l, acc, scores, v_tiles.index(i % STAGES), W)
     async_copy.wait_group(0)
     gl.thread_barrier()
     return m, l, acc
+
+
+@jit
+def _go_on(m, l, acc, scores, v_tile, W: tl.constexpr):
+    """The partials with another tile, of which there are ``scores`` [W, G, KEYS]."""
+    new_m = gl.maximum(m, gl.max(scores, 2))
+    yardstick = gl.where(new_m == float("-inf"), 0.0, new_m)
+    discount = gl.exp2(m - yardstick)
+    weights = gl.exp2(scores - yardstick[:, :, None])
+    l = l * discount + gl.sum(weights, 2)
+    return new_m, l, _weigh(weights, v_tile, acc * discount[:, :, None], W)
 
 
 @jit
