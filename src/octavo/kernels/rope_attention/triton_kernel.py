@@ -19,6 +19,7 @@ from octavo.kernels.rope_attention.triton_layouts import (
 )
 from octavo.kernels.rope_attention.triton_merge import merge_shares, merge_warps, write_answers
 from octavo.kernels.rope_attention.triton_new import cap, new_tile, query_of, score_new
+from octavo.kernels.rope_attention.triton_rows import all_rows, first_rows, scale_rows
 
 
 @jit(do_not_specialize=["stride_table"])
@@ -142,6 +143,7 @@ def rope_attention_kernel(
         D,
         DEPENDENT,
     )
+    HEADS: tl.constexpr = next_power_of_2(GROUP)
     query = query_of(new_rows, W, G, D)
     new_scores = score_new(new_rows, query, scale, soft_cap, SOFT_CAP, GROUP, W, G, D)
     m, l, acc = _read_history(
@@ -159,13 +161,13 @@ def rope_attention_kernel(
         HEAD_DIM,
         BLOCK_SIZE,
         WHOLE,
+        HEADS,
         STAGES,
         W,
         KEYS,
         G,
         D,
     )
-    HEADS: tl.constexpr = next_power_of_2(GROUP)
     m, l, acc = merge_warps(m, l, acc, new_scores, new_value, ends_row, HEADS, G, W, D)
 
     MERGED_WARPS: tl.constexpr = gl.SliceLayout(0, merge_layout(W, HEADS, D, W))
@@ -248,30 +250,32 @@ def _read_history(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WHOLE: tl.constexpr,
+    HEADS: tl.constexpr,
     STAGES: tl.constexpr,
     W: tl.constexpr,
     KEYS: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
 ):
-    """The warps' partials ``m``, ``l`` [W, G] and ``acc`` [W, G, D] of the tiles from ``first`` up
-    to ``stop``, of which the first is there; of those behind, each begins to be copied when there
-    is room for it. ``WHOLE``: all are there, and are ``STAGES``. A tile without keys changes no
-    bit."""
+    """The warps' partials ``m``, ``l`` [W, ROWS] and ``acc`` [W, G, D] of the tiles from ``first``
+    up to ``stop``, of which the first is there; of those behind, each begins to be copied when
+    there is room for it. ``WHOLE``: all are there, and are ``STAGES``. A tile without keys changes
+    no bit."""
     TOKENS: tl.constexpr = W * KEYS
     MMA: tl.constexpr = score_layout(W)
     of_share = (start, stop, scale, soft_cap)
     there = ()  # scores of the tiles that are: none waits for another
     for i in gl.static_range(STAGES if WHOLE else 1):
         k_tile, place = k_tiles.index(i), first + i * TOKENS
-        there += (_scores(k_tile, query, place, *of_share, SOFT_CAP, WINDOW, W, KEYS, G),)
+        there += (_scores(k_tile, query, place, *of_share, SOFT_CAP, WINDOW, HEADS, W, KEYS, G),)
     m = gl.max(there[0], 2)
     weights = gl.exp2(there[0] - gl.where(m == float("-inf"), 0.0, m)[:, :, None])
     l = gl.sum(weights, 2)
-    acc = _weigh(weights, v_tiles.index(0), gl.zeros([W, G, D], gl.float32, layout=MMA), W)
+    acc = gl.zeros([W, G, D], gl.float32, layout=MMA)
+    acc = _weigh(weights, v_tiles.index(0), acc, W, KEYS, G)
     if WHOLE:
         for i in gl.static_range(1, STAGES):
-            m, l, acc = _go_on(m, l, acc, there[i], v_tiles.index(i), W)
+            m, l, acc = _go_on(m, l, acc, there[i], v_tiles.index(i), HEADS, W, KEYS, G, D)
     else:
         tiles = (stop - first + TOKENS - 1) // TOKENS
         for i in range(1, tiles):
@@ -289,22 +293,35 @@ def _read_history(
             gl.thread_barrier()
             place = first + i * TOKENS
             k_tile = k_tiles.index(i % STAGES)
-            scores = _scores(k_tile, query, place, *of_share, SOFT_CAP, WINDOW, W, KEYS, G)
-            m, l, acc = _go_on(m, l, acc, scores, v_tiles.index(i % STAGES), W)
+            scores = _scores(k_tile, query, place, *of_share, SOFT_CAP, WINDOW, HEADS, W, KEYS, G)
+            v_tile = v_tiles.index(i % STAGES)
+            m, l, acc = _go_on(m, l, acc, scores, v_tile, HEADS, W, KEYS, G, D)
     async_copy.wait_group(0)
     gl.thread_barrier()
     return m, l, acc
 
 
 @jit
-def _go_on(m, l, acc, scores, v_tile, W: tl.constexpr):
-    """The partials with another tile, of which there are ``scores`` [W, G, KEYS]."""
+def _go_on(
+    m,
+    l,
+    acc,
+    scores,
+    v_tile,
+    HEADS: tl.constexpr,
+    W: tl.constexpr,
+    KEYS: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+):
+    """The partials with another tile, of which there are ``scores`` [W, ROWS, KEYS]."""
     new_m = gl.maximum(m, gl.max(scores, 2))
     yardstick = gl.where(new_m == float("-inf"), 0.0, new_m)
     discount = gl.exp2(m - yardstick)
     weights = gl.exp2(scores - yardstick[:, :, None])
     l = l * discount + gl.sum(weights, 2)
-    return new_m, l, _weigh(weights, v_tile, acc * discount[:, :, None], W)
+    acc = scale_rows(acc, discount, HEADS, W, G, D)
+    return new_m, l, _weigh(weights, v_tile, acc, W, KEYS, G)
 
 
 @jit
@@ -318,11 +335,12 @@ def _scores(
     soft_cap,
     SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
+    HEADS: tl.constexpr,
     W: tl.constexpr,
     KEYS: tl.constexpr,
     G: tl.constexpr,
 ):
-    """Of the tile from ``first`` on [W, G, KEYS], in base 2; -inf outside [start, stop)."""
+    """Of the tile from ``first`` on [W, ROWS, KEYS], in base 2; -inf outside [start, stop)."""
     MMA: tl.constexpr = score_layout(W)
     k = k_tile.permute((0, 2, 1)).load(gl.DotOperandLayout(1, MMA, 2))
     scores = mma_v2(query, k, gl.zeros([W, G, KEYS], gl.float32, layout=MMA)) * scale
@@ -334,16 +352,16 @@ def _scores(
     valid = key < stop
     if WINDOW:
         valid &= key >= start
-    return gl.where(valid, scores, float("-inf"))
+    return first_rows(gl.where(valid, scores, float("-inf")), HEADS, W, G, KEYS)
 
 
 @jit
-def _weigh(weights, v_tile, acc, W: tl.constexpr):
-    """``acc`` [W, G, D] and the tile's values by ``weights`` [W, G, KEYS]."""
+def _weigh(weights, v_tile, acc, W: tl.constexpr, KEYS: tl.constexpr, G: tl.constexpr):
+    """``acc`` [W, G, D] and the tile's values by ``weights`` [W, ROWS, KEYS]."""
     MMA: tl.constexpr = score_layout(W)
     v = v_tile.load(gl.DotOperandLayout(1, MMA, 2))
-    weights = gl.convert_layout(weights.to(v.dtype), gl.DotOperandLayout(0, MMA, 2))
-    return mma_v2(weights, v, acc)
+    weights = all_rows(weights.to(v.dtype), W, G, KEYS)
+    return mma_v2(gl.convert_layout(weights, gl.DotOperandLayout(0, MMA, 2)), v, acc)
 
 
 @jit

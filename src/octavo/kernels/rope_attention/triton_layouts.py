@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from octavo.kernels.gluon import constexpr_function, gl
+from octavo.kernels.linear.triton import unit_bases
 
 
 @constexpr_function
@@ -20,6 +21,16 @@ def score_layout(W):
     """Of scores [W, G, keys] and outputs [W, G, D]: a warp has keys of its own."""
     return gl.NVMMADistributedLayout(
         version=[2, 0], warps_per_cta=[W, 1, 1], instr_shape=[1, 16, 8]
+    )
+
+
+@constexpr_function
+def half_layout(W, G, C):
+    """Of the upper half of the rows of scores or outputs [W, G, C]."""
+    columns, rows = unit_bases(C, 2, 3), unit_bases(G // 2, 1, 3)
+    lanes = columns[1:3] + rows
+    return gl.DistributedLinearLayout(
+        columns[:1] + columns[3:], lanes, unit_bases(W, 0, 3), [], [W, G // 2, C]
     )
 
 

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from octavo.kernels.gluon import gl, jit
 from octavo.kernels.rope_attention.triton_layouts import acc_memory, merge_layout
+from octavo.kernels.rope_attention.triton_rows import first_rows, rows_of
 
 
 @jit
@@ -23,17 +24,14 @@ def merge_warps(
     W: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Of each warp's partial, ``m`` and ``l`` [W, G] and ``acc`` [W, G, D], and, with ``has_new``,
-    of the new key's scores [W, G] and its value in shared memory [1, D], one of the block: [HEADS],
-    [HEADS], [HEADS, D]."""
-    ROWS: tl.constexpr = 8 if HEADS <= 8 else G
-    if HEADS <= 8:  # the other half's rows are no queries
-        halves = acc.reshape([W, G // 8, 8, D])
-        acc, _ = gl.split(halves.permute([0, 2, 3, 1]))
+    """Of each warp's partial, ``m`` and ``l`` [W, ROWS] and ``acc`` [W, G, D], and, with
+    ``has_new``, of the new key's scores [W, G] and its value in shared memory [1, D], one of the
+    block: [HEADS], [HEADS], [HEADS, D]."""
+    ROWS: tl.constexpr = rows_of(HEADS, G)
     accs = gl.allocate_shared_memory(gl.float32, [W, ROWS, D], acc_memory(W, ROWS, D))
-    ms = gl.allocate_shared_memory(gl.float32, [W, G], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    ls = gl.allocate_shared_memory(gl.float32, [W, G], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    accs.store(acc)
+    ms = gl.allocate_shared_memory(gl.float32, [W, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    ls = gl.allocate_shared_memory(gl.float32, [W, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    accs.store(first_rows(acc, HEADS, W, G, D))
     ms.store(m)
     ls.store(l)
     news = gl.allocate_shared_memory(

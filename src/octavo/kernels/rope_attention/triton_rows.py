@@ -1,0 +1,61 @@
+"""The fused attention kernel, device side: which rows of a product are queries.
+
+An instruction has sixteen rows, a KV head often eight queries or fewer. What is done row by row is
+done for ``ROWS`` of them, the others are zeros; all of it is a renaming of registers.
+"""
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from octavo.kernels.gluon import constexpr_function, gl, jit
+from octavo.kernels.rope_attention.triton_layouts import half_layout, score_layout
+
+
+@constexpr_function
+def rows_of(HEADS, G):
+    """``ROWS``: how many of G rows may be queries."""
+    return 8 if HEADS <= 8 else G
+
+
+@jit
+def first_rows(x, HEADS: tl.constexpr, W: tl.constexpr, G: tl.constexpr, C: tl.constexpr):
+    """The first ROWS of x [W, G, C]."""
+    if rows_of(HEADS, G) < G:
+        x, _ = _halves(x, W, G, C)
+    return x
+
+
+@jit
+def all_rows(x, W: tl.constexpr, G: tl.constexpr, C: tl.constexpr):
+    """x [W, ROWS, C] and zeros behind: [W, G, C]."""
+    if x.shape[1] < G:  # of zeros that it knows the compiler would copy some to every instruction
+        x = _whole(x, x * 0.0, W, G, C)
+    return x
+
+
+@jit
+def scale_rows(x, by, HEADS: tl.constexpr, W: tl.constexpr, G: tl.constexpr, C: tl.constexpr):
+    """x [W, G, C], whose first ROWS are multiplied by ``by`` [W, ROWS]."""
+    if rows_of(HEADS, G) < G:
+        first, others = _halves(x, W, G, C)
+        by = gl.convert_layout(by, gl.SliceLayout(2, half_layout(W, G, C)))
+        x = _whole(first * by[:, :, None], others, W, G, C)
+        x = gl.convert_layout(x, score_layout(W))
+    else:
+        x = x * by[:, :, None]
+    return x
+
+
+@jit
+def _halves(x, W: tl.constexpr, G: tl.constexpr, C: tl.constexpr):
+    first, others = gl.split(x.reshape([W, 2, G // 2, C]).permute([0, 2, 3, 1]))
+    HALF: tl.constexpr = half_layout(W, G, C)
+    return gl.convert_layout(first, HALF), gl.convert_layout(others, HALF)
+
+
+@jit
+def _whole(first, others, W: tl.constexpr, G: tl.constexpr, C: tl.constexpr):
+    first = gl.convert_layout(first, half_layout(W, G, C))
+    return gl.join(first, others).permute([0, 3, 1, 2]).reshape([W, G, C])
