@@ -245,7 +245,10 @@ def test_a_row_of_fused_attention_is_the_same_in_any_batch(window: int | None) -
         assert torch.equal(attend(part, cut)[0], whole[first:stop]), (first, stop)
 
 
-@pytest.mark.parametrize(("heads", "head_dim"), [((16, 8), 128), ((16, 8), 64), ((14, 2), 128)])
+@pytest.mark.parametrize(
+    ("heads", "head_dim"),
+    [((16, 8), 128), ((16, 8), 64), ((14, 2), 128), ((16, 2), 128), ((14, 1), 128)],
+)
 @pytest.mark.parametrize("window", [None, 300])
 def test_shares_that_are_there_at_once_are_the_same(
     heads: tuple[int, int], head_dim: int, window: int | None
@@ -257,13 +260,15 @@ def test_shares_that_are_there_at_once_are_the_same(
     rows = replace(rows, spec=spec)
     cut = choose_cut(spec, 1, max(lens))
     assert cut.whole
+    assert (cut.num_warps == 8) == (heads[0] <= 8 * heads[1])
     whole, counters = attend(rows, cut)
     assert not counters.any()
     want = reference_attention(rows)
     assert float((whole.double() - want).norm() / want.double().norm()) < 8e-3
     for stages in (1, 2, 4):
-        one_by_one = replace(cut, whole=False, num_stages=stages)
+        one_by_one = replace(cut, whole=False, num_warps=4, num_stages=stages)
         assert torch.equal(attend(rows, one_by_one)[0], whole), stages
+    assert torch.equal(attend(rows, replace(cut, num_warps=4))[0], whole)
 
 
 # ---- requests

@@ -129,7 +129,8 @@ def _cut_as_told(spec: AttentionSpec, num_rows: int, longest: int, num_sms: int)
     stages = max(1, min(room, 4, tiles))
     equal = -(-reach // (MOST_SHARES * tokens)) * tokens  # what shares would have by the length
     whole = one_a_multiprocessor and tiles == stages and equal <= spec.split_tokens
-    return Cut(splits, tokens, 4, stages, spec.split_tokens, whole)
+    pairs = whole and spec.num_heads <= 8 * spec.num_kv_heads
+    return Cut(splits, tokens, 8 if pairs else 4, stages, spec.split_tokens, whole)
 
 
 def most_splits(spec: AttentionSpec, num_sms: int) -> int:
@@ -202,6 +203,8 @@ def rope_attention(
     """
     num_rows, kv_heads = len(qkv), spec.num_kv_heads
     group = spec.num_heads // kv_heads
+    # Sums of shares are those of four warps. Eight share out what belongs to a warp.
+    own = min(4, cut.num_warps) if cut.share else cut.num_warps
     dependent = dependent_launches()
     rope_attention_kernel[(cut.splits, kv_heads, num_rows)](
         qkv,
@@ -242,8 +245,9 @@ def rope_attention(
         MOST_SHARES=MOST_SHARES,
         FEW_SHARES=FEW_SHARES,
         LSE=lse is not None,
-        W=cut.num_warps,
-        KEYS=cut.tokens // cut.num_warps,
+        W=own,
+        P=cut.num_warps,
+        KEYS=cut.tokens // own,
         STAGES=cut.num_stages,
         G=max(16, triton.next_power_of_2(group + 2)),
         D=max(16, triton.next_power_of_2(spec.head_dim)),
@@ -257,7 +261,7 @@ def rope_attention(
 
 def _merged_at_a_time(cut: Cut, group: int, head_dim: int) -> int:
     values = triton.next_power_of_2(group) * triton.next_power_of_2(head_dim)
+    if cut.share:  # a row's sums may not depend on the longest row, nor on how many warps there are
+        return int(min(PARTIALS, max(1, VALUES * 32 * 4 // values)))
     most = max(1, VALUES * 32 * cut.num_warps // values)
-    if cut.share:  # a row's sums may not depend on the longest row
-        return int(min(PARTIALS, most))
     return int(min(PARTIALS, triton.next_power_of_2(cut.splits), most))

@@ -17,28 +17,39 @@ def aligned(half):
 
 
 @constexpr_function
-def score_layout(W):
-    """Of scores [W, G, keys] and outputs [W, G, D]: a warp has keys of its own."""
+def score_layout(W, P):
+    """Of scores [W, G, keys] and outputs [W, G, D] in P warps: a warp has keys of its own, or two
+    share them out, eight columns each in turn."""
     return gl.NVMMADistributedLayout(
-        version=[2, 0], warps_per_cta=[W, 1, 1], instr_shape=[1, 16, 8]
+        version=[2, 0], warps_per_cta=[W, 1, P // W], instr_shape=[1, 16, 8]
     )
 
 
 @constexpr_function
-def half_layout(W, G, C):
-    """Of the upper half of the rows of scores or outputs [W, G, C]."""
+def half_layout(W, G, C, P):
+    """Of the upper half of the rows of scores or outputs [W, G, C] in ``score_layout``."""
     columns, rows = unit_bases(C, 2, 3), unit_bases(G // 2, 1, 3)
-    lanes = columns[1:3] + rows
-    return gl.DistributedLinearLayout(
-        columns[:1] + columns[3:], lanes, unit_bases(W, 0, 3), [], [W, G // 2, C]
-    )
+    shared = columns[3:4] if P > W else []  # by two warps
+    regs = columns[:1] + columns[3 + len(shared) :]
+    warps = shared + unit_bases(W, 0, 3)
+    return gl.DistributedLinearLayout(regs, columns[1:3] + rows, warps, [], [W, G // 2, C])
 
 
 @constexpr_function
-def copy_layout(W, D):
+def both_layout(W, G, C, P):
+    """The same with all columns in both of two warps."""
+    columns, rows = unit_bases(C, 2, 3), unit_bases(G // 2, 1, 3)
+    shared = [[0, 0, 0]] if P > W else []
+    warps = shared + unit_bases(W, 0, 3)
+    regs = columns[:1] + columns[3:]
+    return gl.DistributedLinearLayout(regs, columns[1:3] + rows, warps, [], [W, G // 2, C])
+
+
+@constexpr_function
+def copy_layout(W, D, P):
     """Of a tile [W, keys, D] on its way to shared memory: 16 bytes a thread."""
     across = min(32, D // 8)
-    return gl.BlockedLayout([1, 1, 8], [1, 32 // across, across], [W, 1, 1], [2, 1, 0])
+    return gl.BlockedLayout([1, 1, 8], [1, 32 // across, across], [W, P // W, 1], [2, 1, 0])
 
 
 @constexpr_function

@@ -22,6 +22,7 @@ def merge_warps(
     HEADS: tl.constexpr,
     G: tl.constexpr,
     W: tl.constexpr,
+    P: tl.constexpr,
     D: tl.constexpr,
 ):
     """Of each warp's partial, ``m`` and ``l`` [W, ROWS] and ``acc`` [W, G, D], and, with
@@ -31,14 +32,14 @@ def merge_warps(
     accs = gl.allocate_shared_memory(gl.float32, [W, ROWS, D], acc_memory(W, ROWS, D))
     ms = gl.allocate_shared_memory(gl.float32, [W, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     ls = gl.allocate_shared_memory(gl.float32, [W, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    accs.store(first_rows(acc, HEADS, W, G, D))
+    accs.store(first_rows(acc, HEADS, W, P, G, D))
     ms.store(m)
     ls.store(l)
     news = gl.allocate_shared_memory(
         gl.float32, [W, G], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]), new_scores
     )
     gl.thread_barrier()
-    ALL: tl.constexpr = merge_layout(W, HEADS, D, W)
+    ALL: tl.constexpr = merge_layout(W, HEADS, D, P)
     ANSWER: tl.constexpr = gl.SliceLayout(0, ALL)
     new_m = news.slice(0, 1, dim=0).slice(0, HEADS, dim=1).load(gl.SliceLayout(2, ALL))
     new_m = gl.convert_layout(gl.sum(new_m, 0), gl.SliceLayout(1, ANSWER))

@@ -142,9 +142,9 @@ def _turn(
 
 
 @jit
-def query_of(new_rows, W: tl.constexpr, G: tl.constexpr, D: tl.constexpr):
+def query_of(new_rows, W: tl.constexpr, P: tl.constexpr, G: tl.constexpr, D: tl.constexpr):
     """The new rows as the left operand [W, G, D] of scores; only the queries' scores count."""
-    QUERY: tl.constexpr = gl.DotOperandLayout(0, score_layout(W), 2)
+    QUERY: tl.constexpr = gl.DotOperandLayout(0, score_layout(W, P), 2)
     return _for_every_warp(new_rows.load(gl.SliceLayout(0, QUERY)), [W, G, D], QUERY)
 
 
@@ -157,11 +157,12 @@ def score_new(
     SOFT_CAP: tl.constexpr,
     GROUP: tl.constexpr,
     W: tl.constexpr,
+    P: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
 ):
     """The queries' scores of the new key, [W, G], the same in every warp."""
-    MMA: tl.constexpr = score_layout(W)
+    MMA: tl.constexpr = score_layout(W, P)
     KEY: tl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     KEYS: tl.constexpr = 8 if GROUP < 8 else G
     new_key = new_rows.slice(0, KEYS, dim=0).permute((1, 0)).load(gl.SliceLayout(0, KEY))
