@@ -196,6 +196,12 @@ CASES: dict[str, Callable[[], None]] = {
     "attention, fixed shares, LSE": lambda: attention(8192, 4, with_lse=True, share=256),
     "attention, 64 rows in shares": lambda: attention(1000, 64, share=256, num_heads=16),
     "attention, a fixed share there at once": lambda: attention(256, share=256, num_heads=16),
+    "attention, a fixed share there at once, window and cap, 64": lambda: attention(
+        900, share=256, num_heads=9, num_kv_heads=3, head_dim=64, window=500, soft_cap=30.0
+    ),
+    "attention, a fixed share there at once, group of 14": lambda: attention(
+        200, share=256, num_heads=14, num_kv_heads=1
+    ),
     "attention, a fixed share with a window, 64": lambda: attention(
         100, with_lse=True, share=304, num_heads=9, num_kv_heads=3, head_dim=64, window=100
     ),
