@@ -129,7 +129,7 @@ def _cut_as_told(spec: AttentionSpec, num_rows: int, longest: int, num_sms: int)
     stages = max(1, min(room, 4, tiles))
     equal = -(-reach // (MOST_SHARES * tokens)) * tokens  # what shares would have by the length
     whole = one_a_multiprocessor and tiles == stages and equal <= spec.split_tokens
-    pairs = whole and spec.num_heads <= 8 * spec.num_kv_heads
+    pairs = whole and spec.num_heads <= 8 * spec.num_kv_heads and spec.head_dim <= 128
     return Cut(splits, tokens, 8 if pairs else 4, stages, spec.split_tokens, whole)
 
 

@@ -19,7 +19,13 @@ from octavo.kernels.rope_attention.triton_layouts import (
 )
 from octavo.kernels.rope_attention.triton_merge import merge_shares, merge_warps, write_answers
 from octavo.kernels.rope_attention.triton_new import cap, new_tile, query_of, score_new
-from octavo.kernels.rope_attention.triton_rows import all_rows, first_rows, for_both, scale_rows
+from octavo.kernels.rope_attention.triton_rows import (
+    all_rows,
+    first_rows,
+    for_both,
+    rows_of,
+    scale_rows,
+)
 
 
 @jit(do_not_specialize=["stride_table"])
@@ -162,7 +168,7 @@ def rope_attention_kernel(
         HEAD_DIM,
         BLOCK_SIZE,
         WHOLE,
-        HEADS,
+        rows_of(HEADS, G, D),
         STAGES,
         W,
         P,
@@ -253,7 +259,7 @@ def _read_history(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WHOLE: tl.constexpr,
-    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
     STAGES: tl.constexpr,
     W: tl.constexpr,
     P: tl.constexpr,
@@ -271,7 +277,7 @@ def _read_history(
     there = ()  # scores of the tiles that are: none waits for another
     for i in gl.static_range(STAGES if WHOLE else 1):
         k_tile, place = k_tiles.index(i), first + i * TOKENS
-        there += (_scores(k_tile, query, place, *of_share, SOFT_CAP, WINDOW, HEADS, W, P, KEYS, G),)
+        there += (_scores(k_tile, query, place, *of_share, SOFT_CAP, WINDOW, ROWS, W, P, KEYS, G),)
     if P > W:
         there = for_both(there, W, P, G, KEYS)
     m = gl.max(there[0], 2)
@@ -281,7 +287,7 @@ def _read_history(
     acc = _weigh(weights, v_tiles.index(0), acc, W, P, KEYS, G)
     if WHOLE:
         for i in gl.static_range(1, STAGES):
-            m, l, acc = _go_on(m, l, acc, there[i], v_tiles.index(i), HEADS, W, P, KEYS, G, D)
+            m, l, acc = _go_on(m, l, acc, there[i], v_tiles.index(i), ROWS, W, P, KEYS, G, D)
     else:
         tiles = (stop - first + TOKENS - 1) // TOKENS
         for i in range(1, tiles):
@@ -301,11 +307,9 @@ def _read_history(
             gl.thread_barrier()
             place = first + i * TOKENS
             k_tile = k_tiles.index(i % STAGES)
-            scores = _scores(
-                k_tile, query, place, *of_share, SOFT_CAP, WINDOW, HEADS, W, P, KEYS, G
-            )
+            scores = _scores(k_tile, query, place, *of_share, SOFT_CAP, WINDOW, ROWS, W, P, KEYS, G)
             v_tile = v_tiles.index(i % STAGES)
-            m, l, acc = _go_on(m, l, acc, scores, v_tile, HEADS, W, P, KEYS, G, D)
+            m, l, acc = _go_on(m, l, acc, scores, v_tile, ROWS, W, P, KEYS, G, D)
     async_copy.wait_group(0)
     gl.thread_barrier()
     return m, l, acc
@@ -318,7 +322,7 @@ def _go_on(
     acc,
     scores,
     v_tile,
-    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
     W: tl.constexpr,
     P: tl.constexpr,
     KEYS: tl.constexpr,
@@ -331,7 +335,7 @@ def _go_on(
     discount = gl.exp2(m - yardstick)
     weights = gl.exp2(scores - yardstick[:, :, None])
     l = l * discount + gl.sum(weights, 2)
-    acc = scale_rows(acc, discount, HEADS, W, P, G, D)
+    acc = scale_rows(acc, discount, ROWS, W, P, G, D)
     return new_m, l, _weigh(weights, v_tile, acc, W, P, KEYS, G)
 
 
@@ -346,7 +350,7 @@ def _scores(
     soft_cap,
     SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
-    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
     W: tl.constexpr,
     P: tl.constexpr,
     KEYS: tl.constexpr,
@@ -364,7 +368,7 @@ def _scores(
     valid = key < stop
     if WINDOW:
         valid &= key >= start
-    return first_rows(gl.where(valid, scores, float("-inf")), HEADS, W, P, G, KEYS)
+    return first_rows(gl.where(valid, scores, float("-inf")), ROWS, W, P, G, KEYS)
 
 
 @jit

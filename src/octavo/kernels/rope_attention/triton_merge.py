@@ -8,7 +8,7 @@ import triton.language as tl
 
 from octavo.kernels.gluon import gl, jit
 from octavo.kernels.rope_attention.triton_layouts import acc_memory, merge_layout
-from octavo.kernels.rope_attention.triton_rows import first_rows, rows_of
+from octavo.kernels.rope_attention.triton_rows import first_rows
 
 
 @jit
@@ -28,11 +28,12 @@ def merge_warps(
     """Of each warp's partial, ``m`` and ``l`` [W, ROWS] and ``acc`` [W, G, D], and, with
     ``has_new``, of the new key's scores [W, G] and its value in shared memory [1, D], one of the
     block: [HEADS], [HEADS], [HEADS, D]."""
-    ROWS: tl.constexpr = rows_of(HEADS, G)
+    ROWS: tl.constexpr = 8 if HEADS <= 8 else G
+    OF_M: tl.constexpr = m.shape
     accs = gl.allocate_shared_memory(gl.float32, [W, ROWS, D], acc_memory(W, ROWS, D))
-    ms = gl.allocate_shared_memory(gl.float32, [W, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    ls = gl.allocate_shared_memory(gl.float32, [W, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    accs.store(first_rows(acc, HEADS, W, P, G, D))
+    ms = gl.allocate_shared_memory(gl.float32, OF_M, gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    ls = gl.allocate_shared_memory(gl.float32, OF_M, gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    accs.store(first_rows(acc, ROWS, W, P, G, D))
     ms.store(m)
     ls.store(l)
     news = gl.allocate_shared_memory(

@@ -14,17 +14,17 @@ from octavo.kernels.rope_attention.triton_layouts import both_layout, half_layou
 
 
 @constexpr_function
-def rows_of(HEADS, G):
-    """``ROWS``: how many of G rows may be queries."""
-    return 8 if HEADS <= 8 else G
+def rows_of(HEADS, G, D):
+    """``ROWS``: how many of G rows may be queries. (With halves of wide heads more is spilled.)"""
+    return 8 if HEADS <= 8 and D <= 128 else G
 
 
 @jit
 def first_rows(
-    x, HEADS: tl.constexpr, W: tl.constexpr, P: tl.constexpr, G: tl.constexpr, C: tl.constexpr
+    x, ROWS: tl.constexpr, W: tl.constexpr, P: tl.constexpr, G: tl.constexpr, C: tl.constexpr
 ):
     """The first ROWS of x [W, G, C]."""
-    if rows_of(HEADS, G) < G:
+    if ROWS < G:
         x, _ = _halves(x, W, P, G, C)
     return x
 
@@ -59,10 +59,10 @@ def all_rows(x, W: tl.constexpr, P: tl.constexpr, G: tl.constexpr, C: tl.constex
 
 @jit
 def scale_rows(
-    x, by, HEADS: tl.constexpr, W: tl.constexpr, P: tl.constexpr, G: tl.constexpr, C: tl.constexpr
+    x, by, ROWS: tl.constexpr, W: tl.constexpr, P: tl.constexpr, G: tl.constexpr, C: tl.constexpr
 ):
     """x [W, G, C], whose first ROWS are multiplied by ``by`` [W, ROWS]."""
-    if rows_of(HEADS, G) < G:
+    if ROWS < G:
         first, others = _halves(x, W, P, G, C)
         by = gl.convert_layout(by, gl.SliceLayout(2, half_layout(W, G, C, P)))
         x = _whole(first * by[:, :, None], others, W, P, G, C)
