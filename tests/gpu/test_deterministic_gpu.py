@@ -23,7 +23,7 @@ from helpers.decode import attend, make_rows, reference_attention
 from octavo import LLM, SamplingParams
 from octavo.errors import ConfigError
 from octavo.kernels.linear_add.reference import linear_add
-from octavo.kernels.linear_fixed import fused, reference
+from octavo.kernels.linear_fixed import fused, reference, row
 from octavo.kernels.linear_fixed.tiles import GROUP, Kind, Tile, Wide
 from octavo.kernels.linear_fixed.triton import linear_fixed, make_counters
 from octavo.kernels.norm_gate_up.reference import norm_gate_up
@@ -106,11 +106,41 @@ def test_a_row_of_a_product_is_the_same_in_any_tile(n: int, k: int, kind: Kind) 
     assert not counters.any()
 
 
-# ---- fused steps
-
 needs_warpgroups = pytest.mark.skipif(
     not torch.cuda.is_available() or not has_warpgroups(), reason="needs a Hopper GPU"
 )
+
+
+@needs_warpgroups
+@pytest.mark.parametrize(
+    ("n", "k"),
+    [(151_936, 1024), (49_155, 576), (8193, 2048), (151_669, 1000), (33, 8), (9000, 512)],
+)
+@pytest.mark.parametrize("size", [1.0, 6.0])
+def test_a_row_of_the_head_alone_is_the_same(n: int, k: int, size: float) -> None:
+    """By a kernel of its own; numbers of one size, and from tiny to huge."""
+    torch.manual_seed(0)
+    counters = make_counters(torch.device("cuda"))
+    weight, x = (torch.randn(m, k, device="cuda") for m in (n, 200))
+    if size > 1:
+        weight, x = (part * torch.exp2(size * torch.randn_like(part)) for part in (weight, x))
+    weight, x = weight.bfloat16(), x.bfloat16()
+    out = torch.full((2, n), torch.nan, device="cuda", dtype=torch.bfloat16)
+    whole = linear_fixed(x, weight, None, counters, "decode")
+    for count in (1, 2, 17, 64, 200):
+        found = linear_fixed(x[:count], weight, None, counters, "decode")
+        assert torch.equal(found, whole[:count]), count
+    for one in (0, 1, 16, 63, 199):
+        alone = x[one : one + 1]
+        assert row.takes(alone, weight)
+        assert torch.equal(row.linear_row(alone, weight, out=out[:1])[0], whole[one]), one
+    assert out[1].isnan().all()
+    wanted = x[:1].double() @ weight.double().T
+    assert float((whole[:1] - wanted).norm() / wanted.norm()) < 0.01
+
+
+# ---- fused steps
+
 MANY = [1, 2, 5, 8, 15, 16, 17, 40, 63, 64, 65, 100, 129, 255, 256]
 
 
@@ -213,6 +243,32 @@ def test_a_row_of_fused_attention_is_the_same_in_any_batch(window: int | None) -
         part = replace(rows, **{name: getattr(rows, name)[first:stop] for name in names})
         cut = choose_cut(spec, stop - first, max(lens[first:stop]))
         assert torch.equal(attend(part, cut)[0], whole[first:stop]), (first, stop)
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim"),
+    [((16, 8), 128), ((16, 8), 64), ((14, 2), 128), ((16, 2), 128), ((14, 1), 128)],
+)
+@pytest.mark.parametrize("window", [None, 300])
+def test_shares_that_are_there_at_once_are_the_same(
+    heads: tuple[int, int], head_dim: int, window: int | None
+) -> None:
+    lens = [1, 2, 31, 63, 64, 65, 128, 129, 192, 193, 255, 256, 257, 385, 700, 1500, 4096, 0]
+    shape = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim": head_dim}
+    rows = make_rows(lens, window=window, device="cuda", **shape)
+    spec = replace(rows.spec, split_mode="fixed", split_tokens=256)
+    rows = replace(rows, spec=spec)
+    cut = choose_cut(spec, 1, max(lens))
+    assert cut.whole
+    assert (cut.num_warps == 8) == (heads[0] <= 8 * heads[1])
+    whole, counters = attend(rows, cut)
+    assert not counters.any()
+    want = reference_attention(rows)
+    assert float((whole.double() - want).norm() / want.double().norm()) < 8e-3
+    for stages in (1, 2, 4):
+        one_by_one = replace(cut, whole=False, num_warps=4, num_stages=stages)
+        assert torch.equal(attend(rows, one_by_one)[0], whole), stages
+    assert torch.equal(attend(rows, replace(cut, num_warps=4))[0], whole)
 
 
 # ---- requests

@@ -26,12 +26,13 @@ from octavo.kernels.linear import triton_products
 from octavo.kernels.linear.tiles import Tile
 from octavo.kernels.linear_add import triton as linear_add
 from octavo.kernels.linear_fixed import fused as fixed
+from octavo.kernels.linear_fixed import row as fixed_row
 from octavo.kernels.norm_gate_up import triton as norm_gate_up
 from octavo.kernels.norm_linear import triton as norm_linear
 from octavo.kernels.rope_attention import triton as rope_attention
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-MODULES = (embed, fixed, linear_add, norm_gate_up, norm_linear, rope_attention)
+MODULES = (embed, fixed, fixed_row, linear_add, norm_gate_up, norm_linear, rope_attention)
 
 
 class NoDevice:
@@ -145,6 +146,10 @@ def attention(
     )
 
 
+def fixed_head(n: int, k: int) -> None:
+    fixed_row.linear_row(zeros(1, k), zeros(n, k))
+
+
 def embed_rows() -> None:
     x, norm = sums(3, 1024), sums(1, 1024)[0]
     ids = torch.zeros(3, dtype=torch.int64)
@@ -190,6 +195,13 @@ CASES: dict[str, Callable[[], None]] = {
     "attention, many shares, LSE": lambda: attention(8192, with_lse=True),
     "attention, fixed shares, LSE": lambda: attention(8192, 4, with_lse=True, share=256),
     "attention, 64 rows in shares": lambda: attention(1000, 64, share=256, num_heads=16),
+    "attention, a fixed share there at once": lambda: attention(256, share=256, num_heads=16),
+    "attention, a fixed share there at once, window and cap, 64": lambda: attention(
+        900, share=256, num_heads=9, num_kv_heads=3, head_dim=64, window=500, soft_cap=30.0
+    ),
+    "attention, a fixed share there at once, group of 14": lambda: attention(
+        200, share=256, num_heads=14, num_kv_heads=1
+    ),
     "attention, a fixed share with a window, 64": lambda: attention(
         100, with_lse=True, share=304, num_heads=9, num_kv_heads=3, head_dim=64, window=100
     ),
@@ -206,6 +218,8 @@ CASES: dict[str, Callable[[], None]] = {
     "fixed linear_add, 32 rows": lambda: fixed_add(32, 1024, 2048),
     "fixed linear_add, 64 rows": lambda: fixed_add(64, 1024, 3072),
     "fixed linear_add, 256 rows, bias": lambda: fixed_add(256, 576, 1536, bias=zeros(576)),
+    "fixed head": lambda: fixed_head(151_936, 1024),
+    "fixed head, odd sides": lambda: fixed_head(49_155, 1000),
 }
 
 

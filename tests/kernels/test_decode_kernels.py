@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
-from helpers.decode import check_attention, error, make_rows
+from helpers.decode import attend, check_attention, error, make_rows, reference_attention
 
 from octavo.attention.spec import AttentionSpec
 from octavo.kernels.embed import reference as embed_reference
@@ -164,6 +164,36 @@ def test_a_slot_of_minus_one_stores_nothing():
 
 def test_more_splits_than_are_merged_at_a_time():
     check_attention(make_rows([600], num_heads=2, num_kv_heads=1), Cut(36, 16, 1, 1))
+
+
+@pytest.mark.parametrize("window", [None, 90])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_shares_that_are_there_at_once_are_the_same(window, dtype):
+    lens = [1, 17, 64, 65, 66, 129, 200, 300, 0]
+    rows = make_rows(lens, window=window, dtype=dtype)
+    rows = replace(rows, spec=replace(rows.spec, split_mode="fixed", split_tokens=128))
+    cuts = [Cut(4, 64, warps, 2, 128, whole) for warps, whole in ((8, True), (4, True), (4, False))]
+    cuts.append(Cut(4, 64, 4, 1, 128))
+    answers = [attend(rows, cut)[0] for cut in cuts]
+    assert error(answers[0], reference_attention(rows)) < 8e-3
+    for answer in answers[1:]:
+        assert torch.equal(answer, answers[0])
+
+
+def test_fixed_cuts_differ_in_what_changes_no_bit():
+    spec = make_rows([1], num_heads=16, num_kv_heads=8, head_dim=128).spec
+    spec = replace(spec, split_mode="fixed", split_tokens=256)
+    assert choose_cut(spec, 1, 250) == Cut(1, 64, 8, 4, 256, whole=True)
+    assert choose_cut(spec, 1, 4000) == Cut(16, 64, 8, 4, 256, whole=True)
+    assert choose_cut(spec, 1, 8192) == Cut(32, 64, 4, 2, 256)
+    assert choose_cut(spec, 64, 250) == Cut(1, 64, 4, 2, 256)
+    few = replace(spec, num_kv_heads=1)  # too many queries for eight warps
+    assert choose_cut(few, 1, 250) == Cut(1, 64, 4, 4, 256, whole=True)
+    few = replace(spec, num_kv_heads=4)
+    assert choose_cut(few, 1, 8192).whole
+    assert not choose_cut(few, 1, 8193).whole  # shares are longer
+    wide = replace(spec, head_dim=256, v_head_dim=256)
+    assert choose_cut(wide, 1, 100) == Cut(1, 64, 4, 2, 256)
 
 
 def test_a_cut_of_known_lengths():

@@ -10,8 +10,9 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
+from triton.runtime import interpreter
 
-from octavo.kernels.linear_fixed import reference
+from octavo.kernels.linear_fixed import reference, row
 from octavo.kernels.linear_fixed.tiles import Kind, Tile, choose_tile, num_leaves
 from octavo.kernels.linear_fixed.triton import linear_fixed, make_counters
 
@@ -47,6 +48,41 @@ def test_a_row_is_the_same_in_any_batch_and_tile() -> None:
         torch.testing.assert_close(found, whole[some], atol=1e-4, rtol=1e-5)
         if tile == tiles[0]:
             assert torch.equal(found, whole[some])
+
+
+@pytest.mark.parametrize(
+    ("n", "k"), [(64, 64), (130, 576), (33, 1000), (70, 8), (300, 2048 + 8), (8200, 256)]
+)
+def test_a_row_alone_is_the_same(n: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the kernel for one row, whose products go on column by column as tensor cores' do."""
+
+    def create_dot(self, a, b, d, *options):
+        total = d.data.copy()
+        for column in range(a.data.shape[-1]):
+            total += a.data[..., column, None] * b.data[..., None, column, :]
+        return interpreter.TensorHandle(total, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+    weight, x = torch.randn(n, k).bfloat16(), torch.randn(17, k).bfloat16()
+    whole = linear_fixed(x, weight, None, COUNTERS, "decode")
+    for one in (0, 16):
+        assert row.takes(x[one : one + 1], weight) == (k <= 2048)
+        if k <= 2048:
+            out = torch.full((2, n), 7, dtype=torch.bfloat16)
+            row.linear_row(x[one : one + 1], weight, out=out[:1])
+            assert torch.equal(out[0], whole[one])
+            assert (out[1] == 7).all()
+
+
+def test_what_the_kernel_for_one_row_leaves_to_others() -> None:
+    weight, x = torch.randn(1024, 1024).bfloat16(), torch.randn(2, 1024).bfloat16()
+    assert num_leaves(1024, 1024, "decode") > 1
+    assert not row.takes(x[:1], weight)
+    assert row.takes(x[:1, :576], weight[:, :576].contiguous())
+    assert not row.takes(x[:1, :576], weight[:, :576])  # rows aren't beside one another
+    assert not row.takes(x[:, :576], weight[:, :576].contiguous())
+    assert not row.takes(x[:1, :576].float(), weight[:, :576].contiguous().float())
+    assert not row.takes(x[:1, :60], weight[:, :60].contiguous())  # not whole 16 bytes
 
 
 SHAPES = [(4096, 1024), (1024, 3072), (1024, 2048), (24576, 4096), (4096, 12288), (151936, 4096)]

@@ -187,6 +187,7 @@ else:
         load=lambda *args, **how: tl.load(*args, **how),
         store=lambda *args, **how: tl.store(*args, **how),
         split=lambda x: tl.split(x),
+        join=lambda a, b: tl.join(a, b),
         sum=_sum,
         max=lambda x, axis: tl.max(x, axis),
         associative_scan=lambda x, axis, combine: tl.associative_scan(x, axis, combine),

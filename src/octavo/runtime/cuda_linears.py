@@ -15,6 +15,7 @@ from octavo.kernels.gated.triton import gated
 from octavo.kernels.linear_batch.tiles import Tile, WideTile, choose_tile
 from octavo.kernels.linear_batch.triton import gated_batch, linear_batch
 from octavo.kernels.linear_batch.wide import can_compile
+from octavo.kernels.linear_fixed import row
 from octavo.kernels.linear_fixed.triton import linear_fixed, make_counters
 from octavo.kernels.triton_launch import has_warpgroups
 
@@ -113,5 +114,10 @@ def fixed_linears(device: torch.device) -> Linears:
     counters = make_counters(device)
     decode = partial(linear_fixed, counters=counters, kind="decode")
     prefill = of_linear(partial(linear_fixed, counters=counters, kind="prefill"))
-    head = partial(decode, bias=None)
+
+    def head(hidden: Tensor, weight: Tensor, *, out: Tensor | None) -> Tensor:
+        if row.takes(hidden, weight):  # the same bits, earlier
+            return row.linear_row(hidden, weight, out=out)
+        return decode(hidden, weight, None, out=out)
+
     return Linears(decode=of_linear(decode), others=prefill, wanted=prefill, head=head)

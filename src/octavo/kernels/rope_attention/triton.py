@@ -33,13 +33,17 @@ class Cut:
     """How a step's history is cut: every row into ``splits`` shares of whole tiles of ``tokens``
     keys, or, with ``share``, after every ``share`` keys (more where its own length would make over
     ``MOST_SHARES`` shares) into up to ``splits`` of them. Right at every length (with ``share`` up
-    to ``splits * share``, and at any in ``MOST_SHARES``); a CUDA graph is captured for one."""
+    to ``splits * share``, and at any in ``MOST_SHARES``); a CUDA graph is captured for one.
+
+    With ``whole``, which changes no bit, a share's tiles are all there at once: ``num_stages`` of
+    them, and no row is so long that its shares are longer."""
 
     splits: int
     tokens: int
     num_warps: int
     num_stages: int
     share: int = 0
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,8 +125,12 @@ def _cut_as_told(spec: AttentionSpec, num_rows: int, longest: int, num_sms: int)
     one_a_multiprocessor = num_rows * spec.num_kv_heads * splits <= num_sms
     tile_bytes = 4 * tokens * _power_of_2(spec.head_dim)
     room = (128 << 10 if one_a_multiprocessor else 64 << 10) // tile_bytes
-    stages = max(1, min(room, 4, -(-spec.split_tokens // tokens)))
-    return Cut(splits, tokens, 4, stages, spec.split_tokens)
+    tiles = -(-spec.split_tokens // tokens)
+    stages = max(1, min(room, 4, tiles))
+    equal = -(-reach // (MOST_SHARES * tokens)) * tokens  # what shares would have by the length
+    whole = one_a_multiprocessor and tiles == stages and equal <= spec.split_tokens
+    pairs = whole and spec.num_heads <= 8 * spec.num_kv_heads and spec.head_dim <= 128
+    return Cut(splits, tokens, 8 if pairs else 4, stages, spec.split_tokens, whole)
 
 
 def most_splits(spec: AttentionSpec, num_sms: int) -> int:
@@ -195,6 +203,8 @@ def rope_attention(
     """
     num_rows, kv_heads = len(qkv), spec.num_kv_heads
     group = spec.num_heads // kv_heads
+    # Sums of shares are those of four warps. Eight share out what belongs to a warp.
+    own = min(4, cut.num_warps) if cut.share else cut.num_warps
     dependent = dependent_launches()
     rope_attention_kernel[(cut.splits, kv_heads, num_rows)](
         qkv,
@@ -231,11 +241,13 @@ def rope_attention(
         QK_NORM=q_norm is not None,
         SINGLE=cut.splits == 1 and not cut.share,
         SHARE=cut.share,
+        WHOLE=cut.whole,
         MOST_SHARES=MOST_SHARES,
         FEW_SHARES=FEW_SHARES,
         LSE=lse is not None,
-        W=cut.num_warps,
-        KEYS=cut.tokens // cut.num_warps,
+        W=own,
+        P=cut.num_warps,
+        KEYS=cut.tokens // own,
         STAGES=cut.num_stages,
         G=max(16, triton.next_power_of_2(group + 2)),
         D=max(16, triton.next_power_of_2(spec.head_dim)),
@@ -249,7 +261,7 @@ def rope_attention(
 
 def _merged_at_a_time(cut: Cut, group: int, head_dim: int) -> int:
     values = triton.next_power_of_2(group) * triton.next_power_of_2(head_dim)
+    if cut.share:  # a row's sums may not depend on the longest row, nor on how many warps there are
+        return int(min(PARTIALS, max(1, VALUES * 32 * 4 // values)))
     most = max(1, VALUES * 32 * cut.num_warps // values)
-    if cut.share:  # a row's sums may not depend on the longest row
-        return int(min(PARTIALS, most))
     return int(min(PARTIALS, triton.next_power_of_2(cut.splits), most))

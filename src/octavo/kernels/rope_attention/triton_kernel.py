@@ -19,6 +19,13 @@ from octavo.kernels.rope_attention.triton_layouts import (
 )
 from octavo.kernels.rope_attention.triton_merge import merge_shares, merge_warps, write_answers
 from octavo.kernels.rope_attention.triton_new import cap, new_tile, query_of, score_new
+from octavo.kernels.rope_attention.triton_rows import (
+    all_rows,
+    first_rows,
+    for_both,
+    rows_of,
+    scale_rows,
+)
 
 
 @jit(do_not_specialize=["stride_table"])
@@ -57,10 +64,12 @@ def rope_attention_kernel(
     QK_NORM: tl.constexpr,
     SINGLE: tl.constexpr,
     SHARE: tl.constexpr,
+    WHOLE: tl.constexpr,
     MOST_SHARES: tl.constexpr,
     FEW_SHARES: tl.constexpr,
     LSE: tl.constexpr,
-    W: tl.constexpr,  # warps
+    W: tl.constexpr,  # warps with keys of their own
+    P: tl.constexpr,  # warps: as many, or two for each of these
     KEYS: tl.constexpr,  # of a tile, for each warp
     STAGES: tl.constexpr,
     G: tl.constexpr,
@@ -110,7 +119,7 @@ def rope_attention_kernel(
     v_head = v_cache + head.to(gl.int64) * V_STRIDES[2]
     history = (table, k_head, v_head, first, start, stop)
     k_tiles, v_tiles, blocks = _begin_copies(
-        *history, K_STRIDES, V_STRIDES, HEAD_DIM, BLOCK_SIZE, STAGES, W, KEYS, D
+        *history, K_STRIDES, V_STRIDES, HEAD_DIM, BLOCK_SIZE, STAGES, W, P, KEYS, D
     )
     new_rows, new_value = new_tile(
         qkv,
@@ -135,14 +144,15 @@ def rope_attention_kernel(
         ROTARY,
         BLOCK_SIZE,
         QK_NORM,
-        STAGES,
-        W,
+        0 if WHOLE else STAGES - 1,
+        P,
         G,
         D,
         DEPENDENT,
     )
-    query = query_of(new_rows, W, G, D)
-    new_scores = score_new(new_rows, query, scale, soft_cap, SOFT_CAP, GROUP, W, G, D)
+    HEADS: tl.constexpr = next_power_of_2(GROUP)
+    query = query_of(new_rows, W, P, G, D)
+    new_scores = score_new(new_rows, query, scale, soft_cap, SOFT_CAP, GROUP, W, P, G, D)
     m, l, acc = _read_history(
         k_tiles,
         v_tiles,
@@ -157,16 +167,18 @@ def rope_attention_kernel(
         V_STRIDES,
         HEAD_DIM,
         BLOCK_SIZE,
+        WHOLE,
+        rows_of(HEADS, G, D),
         STAGES,
         W,
+        P,
         KEYS,
         G,
         D,
     )
-    HEADS: tl.constexpr = next_power_of_2(GROUP)
-    m, l, acc = merge_warps(m, l, acc, new_scores, new_value, ends_row, HEADS, G, W, D)
+    m, l, acc = merge_warps(m, l, acc, new_scores, new_value, ends_row, HEADS, G, W, P, D)
 
-    MERGED_WARPS: tl.constexpr = gl.SliceLayout(0, merge_layout(W, HEADS, D, W))
+    MERGED_WARPS: tl.constexpr = gl.SliceLayout(0, merge_layout(W, HEADS, D, P))
     heads = gl.arange(0, HEADS, layout=gl.SliceLayout(1, MERGED_WARPS))
     dv = gl.arange(0, D, layout=gl.SliceLayout(0, MERGED_WARPS))
     of_head = (heads < GROUP)[:, None] & (dv < HEAD_DIM)[None, :]
@@ -185,9 +197,9 @@ def rope_attention_kernel(
             gl.thread_barrier()
             parts = (part_out, part_m, part_l, first_head, splits, count)
             if SHARE and count <= FEW_SHARES:
-                merge_shares(*parts, outs, lse, LSE, GROUP, HEADS, HEAD_DIM, W, D, FEW_SHARES)
+                merge_shares(*parts, outs, lse, LSE, GROUP, HEADS, HEAD_DIM, P, D, FEW_SHARES)
             else:
-                merge_shares(*parts, outs, lse, LSE, GROUP, HEADS, HEAD_DIM, W, D, MERGED)
+                merge_shares(*parts, outs, lse, LSE, GROUP, HEADS, HEAD_DIM, P, D, MERGED)
             gl.store(counter, 0)
 
 
@@ -205,6 +217,7 @@ def _begin_copies(
     BLOCK_SIZE: tl.constexpr,
     STAGES: tl.constexpr,
     W: tl.constexpr,
+    P: tl.constexpr,
     KEYS: tl.constexpr,
     D: tl.constexpr,
 ):
@@ -213,15 +226,15 @@ def _begin_copies(
     TILE: tl.constexpr = tile_memory(D)
     k_tiles = gl.allocate_shared_memory(k_head.dtype.element_ty, [STAGES, W, KEYS, D], TILE)
     v_tiles = gl.allocate_shared_memory(v_head.dtype.element_ty, [STAGES, W, KEYS, D], TILE)
-    blocks = _blocks(table, first, start, stop, BLOCK_SIZE, W, KEYS, D)
+    blocks = _blocks(table, first, start, stop, BLOCK_SIZE, W, P, KEYS, D)
     for i in gl.static_range(STAGES):
         tile = (k_tiles.index(i), v_tiles.index(i), first + i * W * KEYS)
         places = (k_head, v_head, blocks, start, stop)
-        _copy_tile(*tile, *places, K_STRIDES, V_STRIDES, HEAD_DIM, BLOCK_SIZE, W, KEYS, D)
+        _copy_tile(*tile, *places, K_STRIDES, V_STRIDES, HEAD_DIM, BLOCK_SIZE, W, P, KEYS, D)
         async_copy.commit_group()
         # One tile ahead, as no copy can begin without them.
         ahead = first + (i + 1) * W * KEYS
-        blocks = _blocks(table, ahead, start, stop, BLOCK_SIZE, W, KEYS, D)
+        blocks = _blocks(table, ahead, start, stop, BLOCK_SIZE, W, P, KEYS, D)
     return k_tiles, v_tiles, blocks
 
 
@@ -245,50 +258,85 @@ def _read_history(
     V_STRIDES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ROWS: tl.constexpr,
     STAGES: tl.constexpr,
     W: tl.constexpr,
+    P: tl.constexpr,
     KEYS: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
 ):
-    """The warps' partials ``m``, ``l`` [W, G] and ``acc`` [W, G, D] of the tiles from ``first`` up
-    to ``stop``, of which the first is there; of those behind, each begins to be copied when there
-    is room for it."""
+    """The warps' partials ``m``, ``l`` [W, ROWS] and ``acc`` [W, G, D] of the tiles from ``first``
+    up to ``stop``, of which the first is there; of those behind, each begins to be copied when
+    there is room for it. ``WHOLE``: all are there, and are ``STAGES``. A tile without keys changes
+    no bit."""
     TOKENS: tl.constexpr = W * KEYS
-    MMA: tl.constexpr = score_layout(W)
+    MMA: tl.constexpr = score_layout(W, P)
     of_share = (start, stop, scale, soft_cap)
-    scores = _scores(k_tiles.index(0), query, first, *of_share, SOFT_CAP, WINDOW, W, KEYS, G)
-    m = gl.max(scores, 2)
-    weights = gl.exp2(scores - gl.where(m == float("-inf"), 0.0, m)[:, :, None])
+    there = ()  # scores of the tiles that are: none waits for another
+    for i in gl.static_range(STAGES if WHOLE else 1):
+        k_tile, place = k_tiles.index(i), first + i * TOKENS
+        there += (_scores(k_tile, query, place, *of_share, SOFT_CAP, WINDOW, ROWS, W, P, KEYS, G),)
+    if P > W:
+        there = for_both(there, W, P, G, KEYS)
+    m = gl.max(there[0], 2)
+    weights = gl.exp2(there[0] - gl.where(m == float("-inf"), 0.0, m)[:, :, None])
     l = gl.sum(weights, 2)
-    acc = _weigh(weights, v_tiles.index(0), gl.zeros([W, G, D], gl.float32, layout=MMA), W)
-    tiles = (stop - first + TOKENS - 1) // TOKENS
-    for i in range(1, tiles):
-        # Tile i + STAGES - 1 comes where tile i - 1 was.
-        ahead = first + (i + STAGES - 1) * TOKENS
-        if ahead < stop:
-            gl.thread_barrier()  # all warps are through with the tile that is overwritten
-            slot = (i - 1) % STAGES
-            tile = (k_tiles.index(slot), v_tiles.index(slot), ahead)
-            places = (k_head, v_head, blocks, start, stop)
-            _copy_tile(*tile, *places, K_STRIDES, V_STRIDES, HEAD_DIM, BLOCK_SIZE, W, KEYS, D)
-            blocks = _blocks(table, ahead + TOKENS, start, stop, BLOCK_SIZE, W, KEYS, D)
-        async_copy.commit_group()
-        async_copy.wait_group(STAGES - 1)
-        gl.thread_barrier()
-        place = first + i * TOKENS
-        k_tile = k_tiles.index(i % STAGES)
-        scores = _scores(k_tile, query, place, *of_share, SOFT_CAP, WINDOW, W, KEYS, G)
-        new_m = gl.maximum(m, gl.max(scores, 2))
-        yardstick = gl.where(new_m == float("-inf"), 0.0, new_m)
-        discount = gl.exp2(m - yardstick)
-        weights = gl.exp2(scores - yardstick[:, :, None])
-        l = l * discount + gl.sum(weights, 2)
-        acc = _weigh(weights, v_tiles.index(i % STAGES), acc * discount[:, :, None], W)
-        m = new_m
+    acc = gl.zeros([W, G, D], gl.float32, layout=MMA)
+    acc = _weigh(weights, v_tiles.index(0), acc, W, P, KEYS, G)
+    if WHOLE:
+        for i in gl.static_range(1, STAGES):
+            m, l, acc = _go_on(m, l, acc, there[i], v_tiles.index(i), ROWS, W, P, KEYS, G, D)
+    else:
+        tiles = (stop - first + TOKENS - 1) // TOKENS
+        for i in range(1, tiles):
+            # Tile i + STAGES - 1 comes where tile i - 1 was.
+            ahead = first + (i + STAGES - 1) * TOKENS
+            if ahead < stop:
+                gl.thread_barrier()  # all warps are through with the tile that is overwritten
+                slot = (i - 1) % STAGES
+                tile = (k_tiles.index(slot), v_tiles.index(slot), ahead)
+                places = (k_head, v_head, blocks, start, stop)
+                _copy_tile(
+                    *tile, *places, K_STRIDES, V_STRIDES, HEAD_DIM, BLOCK_SIZE, W, P, KEYS, D
+                )
+                blocks = _blocks(table, ahead + TOKENS, start, stop, BLOCK_SIZE, W, P, KEYS, D)
+            async_copy.commit_group()
+            async_copy.wait_group(STAGES - 1)
+            gl.thread_barrier()
+            place = first + i * TOKENS
+            k_tile = k_tiles.index(i % STAGES)
+            scores = _scores(k_tile, query, place, *of_share, SOFT_CAP, WINDOW, ROWS, W, P, KEYS, G)
+            v_tile = v_tiles.index(i % STAGES)
+            m, l, acc = _go_on(m, l, acc, scores, v_tile, ROWS, W, P, KEYS, G, D)
     async_copy.wait_group(0)
     gl.thread_barrier()
     return m, l, acc
+
+
+@jit
+def _go_on(
+    m,
+    l,
+    acc,
+    scores,
+    v_tile,
+    ROWS: tl.constexpr,
+    W: tl.constexpr,
+    P: tl.constexpr,
+    KEYS: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+):
+    """The partials with another tile, of which there are ``scores`` [W, ROWS, KEYS]."""
+    new_m = gl.maximum(m, gl.max(scores, 2))
+    yardstick = gl.where(new_m == float("-inf"), 0.0, new_m)
+    discount = gl.exp2(m - yardstick)
+    weights = gl.exp2(scores - yardstick[:, :, None])
+    l = l * discount + gl.sum(weights, 2)
+    acc = scale_rows(acc, discount, ROWS, W, P, G, D)
+    return new_m, l, _weigh(weights, v_tile, acc, W, P, KEYS, G)
 
 
 @jit
@@ -302,12 +350,14 @@ def _scores(
     soft_cap,
     SOFT_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
+    ROWS: tl.constexpr,
     W: tl.constexpr,
+    P: tl.constexpr,
     KEYS: tl.constexpr,
     G: tl.constexpr,
 ):
-    """Of the tile from ``first`` on [W, G, KEYS], in base 2; -inf outside [start, stop)."""
-    MMA: tl.constexpr = score_layout(W)
+    """Of the tile from ``first`` on [W, ROWS, KEYS], in base 2; -inf outside [start, stop)."""
+    MMA: tl.constexpr = score_layout(W, P)
     k = k_tile.permute((0, 2, 1)).load(gl.DotOperandLayout(1, MMA, 2))
     scores = mma_v2(query, k, gl.zeros([W, G, KEYS], gl.float32, layout=MMA)) * scale
     if SOFT_CAP:
@@ -318,16 +368,18 @@ def _scores(
     valid = key < stop
     if WINDOW:
         valid &= key >= start
-    return gl.where(valid, scores, float("-inf"))
+    return first_rows(gl.where(valid, scores, float("-inf")), ROWS, W, P, G, KEYS)
 
 
 @jit
-def _weigh(weights, v_tile, acc, W: tl.constexpr):
-    """``acc`` [W, G, D] and the tile's values by ``weights`` [W, G, KEYS]."""
-    MMA: tl.constexpr = score_layout(W)
+def _weigh(
+    weights, v_tile, acc, W: tl.constexpr, P: tl.constexpr, KEYS: tl.constexpr, G: tl.constexpr
+):
+    """``acc`` [W, G, D] and the tile's values by ``weights`` [W, ROWS, KEYS]."""
+    MMA: tl.constexpr = score_layout(W, P)
     v = v_tile.load(gl.DotOperandLayout(1, MMA, 2))
-    weights = gl.convert_layout(weights.to(v.dtype), gl.DotOperandLayout(0, MMA, 2))
-    return mma_v2(weights, v, acc)
+    weights = all_rows(weights.to(v.dtype), W, P, G, KEYS)
+    return mma_v2(gl.convert_layout(weights, gl.DotOperandLayout(0, MMA, 2)), v, acc)
 
 
 @jit
@@ -345,13 +397,14 @@ def _copy_tile(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     W: tl.constexpr,
+    P: tl.constexpr,
     KEYS: tl.constexpr,
     D: tl.constexpr,
 ):
     """Ask for the tile of keys and values from ``first`` on; those outside [start, stop) are
     zero."""
-    keys = _keys(first, W, KEYS, D)
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, gl.SliceLayout(1, copy_layout(W, D))))
+    keys = _keys(first, W, P, KEYS, D)
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, gl.SliceLayout(1, copy_layout(W, D, P))))
     there = ((keys >= start) & (keys < stop))[:, :, None] & (d < HEAD_DIM)[None, None, :]
     blocks = blocks.to(gl.int64)
     slots = (keys % BLOCK_SIZE).to(gl.int64)
@@ -369,17 +422,18 @@ def _blocks(
     stop,
     BLOCK_SIZE: tl.constexpr,
     W: tl.constexpr,
+    P: tl.constexpr,
     KEYS: tl.constexpr,
     D: tl.constexpr,
 ):
     """The blocks that hold a tile's keys, of those in [start, stop)."""
-    keys = _keys(first, W, KEYS, D)
+    keys = _keys(first, W, P, KEYS, D)
     return gl.load(table + keys // BLOCK_SIZE, mask=(keys >= start) & (keys < stop), other=0)
 
 
 @jit
-def _keys(first, W: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr):
+def _keys(first, W: tl.constexpr, P: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr):
     """The keys [W, KEYS] of the tile from ``first`` on, as they are copied."""
-    warp = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, copy_layout(W, D))))
-    key = gl.arange(0, KEYS, layout=gl.SliceLayout(0, gl.SliceLayout(2, copy_layout(W, D))))
+    warp = gl.arange(0, W, layout=gl.SliceLayout(1, gl.SliceLayout(2, copy_layout(W, D, P))))
+    key = gl.arange(0, KEYS, layout=gl.SliceLayout(0, gl.SliceLayout(2, copy_layout(W, D, P))))
     return first + warp[:, None] * KEYS + key[None, :]

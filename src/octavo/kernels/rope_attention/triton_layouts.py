@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from octavo.kernels.gluon import constexpr_function, gl
+from octavo.kernels.linear.triton import unit_bases
 
 
 @constexpr_function
@@ -16,18 +17,39 @@ def aligned(half):
 
 
 @constexpr_function
-def score_layout(W):
-    """Of scores [W, G, keys] and outputs [W, G, D]: a warp has keys of its own."""
+def score_layout(W, P):
+    """Of scores [W, G, keys] and outputs [W, G, D] in P warps: a warp has keys of its own, or two
+    share them out, eight columns each in turn."""
     return gl.NVMMADistributedLayout(
-        version=[2, 0], warps_per_cta=[W, 1, 1], instr_shape=[1, 16, 8]
+        version=[2, 0], warps_per_cta=[W, 1, P // W], instr_shape=[1, 16, 8]
     )
 
 
 @constexpr_function
-def copy_layout(W, D):
+def half_layout(W, G, C, P):
+    """Of the upper half of the rows of scores or outputs [W, G, C] in ``score_layout``."""
+    columns, rows = unit_bases(C, 2, 3), unit_bases(G // 2, 1, 3)
+    shared = columns[3:4] if P > W else []  # by two warps
+    regs = columns[:1] + columns[3 + len(shared) :]
+    warps = shared + unit_bases(W, 0, 3)
+    return gl.DistributedLinearLayout(regs, columns[1:3] + rows, warps, [], [W, G // 2, C])
+
+
+@constexpr_function
+def both_layout(W, G, C, P):
+    """The same with all columns in both of two warps."""
+    columns, rows = unit_bases(C, 2, 3), unit_bases(G // 2, 1, 3)
+    shared = [[0, 0, 0]] if P > W else []
+    warps = shared + unit_bases(W, 0, 3)
+    regs = columns[:1] + columns[3:]
+    return gl.DistributedLinearLayout(regs, columns[1:3] + rows, warps, [], [W, G // 2, C])
+
+
+@constexpr_function
+def copy_layout(W, D, P):
     """Of a tile [W, keys, D] on its way to shared memory: 16 bytes a thread."""
     across = min(32, D // 8)
-    return gl.BlockedLayout([1, 1, 8], [1, 32 // across, across], [W, 1, 1], [2, 1, 0])
+    return gl.BlockedLayout([1, 1, 8], [1, 32 // across, across], [W, P // W, 1], [2, 1, 0])
 
 
 @constexpr_function

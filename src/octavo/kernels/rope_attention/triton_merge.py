@@ -8,6 +8,7 @@ import triton.language as tl
 
 from octavo.kernels.gluon import gl, jit
 from octavo.kernels.rope_attention.triton_layouts import acc_memory, merge_layout
+from octavo.kernels.rope_attention.triton_rows import first_rows
 
 
 @jit
@@ -21,26 +22,25 @@ def merge_warps(
     HEADS: tl.constexpr,
     G: tl.constexpr,
     W: tl.constexpr,
+    P: tl.constexpr,
     D: tl.constexpr,
 ):
-    """Of each warp's partial, ``m`` and ``l`` [W, G] and ``acc`` [W, G, D], and, with ``has_new``,
-    of the new key's scores [W, G] and its value in shared memory [1, D], one of the block: [HEADS],
-    [HEADS], [HEADS, D]."""
+    """Of each warp's partial, ``m`` and ``l`` [W, ROWS] and ``acc`` [W, G, D], and, with
+    ``has_new``, of the new key's scores [W, G] and its value in shared memory [1, D], one of the
+    block: [HEADS], [HEADS], [HEADS, D]."""
     ROWS: tl.constexpr = 8 if HEADS <= 8 else G
-    if HEADS <= 8:  # the other half's rows are no queries
-        halves = acc.reshape([W, G // 8, 8, D])
-        acc, _ = gl.split(halves.permute([0, 2, 3, 1]))
+    OF_M: tl.constexpr = m.shape
     accs = gl.allocate_shared_memory(gl.float32, [W, ROWS, D], acc_memory(W, ROWS, D))
-    ms = gl.allocate_shared_memory(gl.float32, [W, G], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    ls = gl.allocate_shared_memory(gl.float32, [W, G], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    accs.store(acc)
+    ms = gl.allocate_shared_memory(gl.float32, OF_M, gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    ls = gl.allocate_shared_memory(gl.float32, OF_M, gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    accs.store(first_rows(acc, ROWS, W, P, G, D))
     ms.store(m)
     ls.store(l)
     news = gl.allocate_shared_memory(
         gl.float32, [W, G], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]), new_scores
     )
     gl.thread_barrier()
-    ALL: tl.constexpr = merge_layout(W, HEADS, D, W)
+    ALL: tl.constexpr = merge_layout(W, HEADS, D, P)
     ANSWER: tl.constexpr = gl.SliceLayout(0, ALL)
     new_m = news.slice(0, 1, dim=0).slice(0, HEADS, dim=1).load(gl.SliceLayout(2, ALL))
     new_m = gl.convert_layout(gl.sum(new_m, 0), gl.SliceLayout(1, ANSWER))

@@ -43,7 +43,7 @@ def new_tile(
     ROTARY: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     QK_NORM: tl.constexpr,
-    STAGES: tl.constexpr,
+    LATE: tl.constexpr,
     W: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -52,7 +52,7 @@ def new_tile(
     """Shared memory [G, D] with the new rows in the cache's dtype, and [1, D] with the value; key
     and value are stored in the cache too, by the block whose share ends the row. Waits for the
     kernel in front, before ``qkv`` is read and after all else is. Behind the barrier at its end,
-    the first of ``STAGES`` tiles is there as well."""
+    all tiles that are on their way are there as well, but for the last ``LATE``."""
     NEW: tl.constexpr = new_layout(W, D)
     g = gl.arange(0, G, layout=gl.SliceLayout(1, NEW))
     d = gl.arange(0, D, layout=gl.SliceLayout(0, NEW))
@@ -98,7 +98,7 @@ def new_tile(
         rotated,
         mask=(is_value & is_stored)[:, None] & in_head[None, :],
     )
-    async_copy.wait_group(STAGES - 1)
+    async_copy.wait_group(LATE)
     gl.thread_barrier()
     return rows, unswizzled.slice(GROUP + 1, 1, dim=0)
 
@@ -142,9 +142,9 @@ def _turn(
 
 
 @jit
-def query_of(new_rows, W: tl.constexpr, G: tl.constexpr, D: tl.constexpr):
+def query_of(new_rows, W: tl.constexpr, P: tl.constexpr, G: tl.constexpr, D: tl.constexpr):
     """The new rows as the left operand [W, G, D] of scores; only the queries' scores count."""
-    QUERY: tl.constexpr = gl.DotOperandLayout(0, score_layout(W), 2)
+    QUERY: tl.constexpr = gl.DotOperandLayout(0, score_layout(W, P), 2)
     return _for_every_warp(new_rows.load(gl.SliceLayout(0, QUERY)), [W, G, D], QUERY)
 
 
@@ -157,11 +157,12 @@ def score_new(
     SOFT_CAP: tl.constexpr,
     GROUP: tl.constexpr,
     W: tl.constexpr,
+    P: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
 ):
     """The queries' scores of the new key, [W, G], the same in every warp."""
-    MMA: tl.constexpr = score_layout(W)
+    MMA: tl.constexpr = score_layout(W, P)
     KEY: tl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     KEYS: tl.constexpr = 8 if GROUP < 8 else G
     new_key = new_rows.slice(0, KEYS, dim=0).permute((1, 0)).load(gl.SliceLayout(0, KEY))
