@@ -3,6 +3,8 @@ answers on it against those of the eager runtime."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import cache
@@ -122,6 +124,22 @@ def test_steps_that_are_no_graphs_of_prompts(model: Path) -> None:
     close(found[0], truth[0][10:])
     found = driver.step([(driver.sequence(), prompts[0])], "last")
     close(found[0], truth[0][19:])
+
+
+@pytest.mark.parametrize("model", ["qwen3"], indirect=True)
+def test_memory_is_free_without_a_look_for_cycles(model: Path) -> None:
+    """The runtime of the first layers is gone before the pools are allocated."""
+    gc.disable()
+    try:
+        driver = load(model, short_prefill=True)
+        driver.step([(driver.sequence(), IDS[:9])], "last")
+        driver.step([(driver.sequence(), IDS[:9])])
+        driver.step([(driver.sequence(), IDS[:1])])
+        logits = weakref.ref(driver.runtime._logits)
+        del driver
+        assert logits() is None
+    finally:
+        gc.enable()
 
 
 def test_other_biases(tmp_path: Path) -> None:
