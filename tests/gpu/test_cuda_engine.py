@@ -151,6 +151,20 @@ def test_graphs_captured_ahead(model: Path) -> None:
     assert set(runtime._graphs._graphs) == ahead
 
 
+def test_graphs_of_prompts(model: Path) -> None:
+    """What is captured, and what comes from the graph, is what comes kernel by kernel."""
+    driver = load(model, dtype="bfloat16")
+    if not driver.runtime._prompt_sizes:
+        pytest.skip("there is no attention for short rows apart")
+    for start, count in enumerate((5, 16, 40, 17, 40, 5, 100, 41)):
+        ids = IDS[start : start + count]
+        (alone,) = driver.step([(driver.sequence(), ids)], "last")
+        (with_all,) = driver.step([(driver.sequence(), ids)], "all")
+        assert relative_error(alone, with_all[-1:]) < 0.02
+    captured = {key for key in driver.runtime._graphs._graphs if key[0] == "prompt"}
+    assert captured >= {("prompt", size) for size in (16, 32, 48, 128)}
+
+
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Layers of Qwen3-0.6B's shape."""

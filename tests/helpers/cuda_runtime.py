@@ -9,6 +9,7 @@ import torch
 from helpers.driver import Driver
 
 from octavo.attention.backends.triton import TritonBackend
+from octavo.attention.candidates import Selection
 from octavo.cache.groups import kv_groups
 from octavo.checkpoint import open_checkpoint
 from octavo.config import EngineConfig
@@ -33,8 +34,10 @@ def load(
     num_slots: int = 7,
     fused: bool = False,
     deterministic: bool = False,
+    short_prefill: bool = False,
 ) -> Driver:
-    """A checkpoint, every slot of its KV pools NaN."""
+    """A checkpoint, every slot of its KV pools NaN. ``short_prefill``: short rows have attention of
+    their own, as where another candidate takes the long ones."""
     checkpoint = open_checkpoint(model)
     spec = check_weights(spec_from_config(checkpoint.config), checkpoint)
     groups = kv_groups(spec)
@@ -47,11 +50,15 @@ def load(
     selections = choose_attention(config, spec, groups, "cuda", dtype, dtype)
     kind = getattr(torch, dtype)
     weights = load_weights(spec, checkpoint, device="cpu", dtype=kind, num_threads=1)
+
+    def prefill(selection: Selection) -> TritonBackend:
+        return TritonBackend(replace(selection.prefill_spec, device="cpu"), 0)
+
     attention = [
         Attention(
             TritonBackend(replace(selection.decode_spec, device="cpu"), num_slots),
-            TritonBackend(replace(selection.prefill_spec, device="cpu"), 0),
-            None,
+            prefill(selection),
+            prefill(selection) if short_prefill else None,
         )
         for selection in selections
     ]

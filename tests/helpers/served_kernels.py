@@ -50,6 +50,7 @@ def main() -> None:
     torch.bmm = lambda x, w: x.new_empty(*x.shape[:2], w.shape[2])
     found = {
         "fast": missing("qwen3", **QWEN_06B),
+        "graphs of prompts": missing("qwen3", short_prefill=True, **QWEN_06B),
         "deterministic": missing("qwen3", deterministic=True, **QWEN_06B),
         "few KV heads": missing("llama", **SMALL),
         "windows": missing("gemma3", num_attention_heads=4, num_key_value_heads=1, head_dim=64),
@@ -57,7 +58,9 @@ def main() -> None:
     print(json.dumps({name: steps or "nothing" for name, steps in found.items()}))
 
 
-def missing(name: str, *, deterministic: bool = False, **shape: Any) -> dict[str, list[str]]:
+def missing(
+    name: str, *, deterministic: bool = False, short_prefill: bool = False, **shape: Any
+) -> dict[str, list[str]]:
     with tempfile.TemporaryDirectory() as temporary:
         folder = family(Path(temporary), name, **shape)
         held = load(
@@ -70,6 +73,7 @@ def missing(name: str, *, deterministic: bool = False, **shape: Any) -> dict[str
             num_slots=264,
             fused=True,
             deterministic=deterministic,
+            short_prefill=short_prefill,
         )
         runtime, groups = held.runtime, held.groups
         config = EngineConfig(

@@ -3,6 +3,9 @@ answers on it against those of the eager runtime."""
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -35,6 +38,7 @@ from octavo.runtime.cuda import CudaRuntime, batch_buckets
 from octavo.runtime.cuda_fused import fused_ways
 from octavo.runtime.cuda_linears import LIBRARY
 from octavo.runtime.cuda_load import run_largest_steps, shortened, warm_up
+from octavo.runtime.graphs import Graphs
 
 torch.set_num_threads(1)
 IDS = np.random.default_rng(1).integers(0, 320, 80).tolist()
@@ -82,6 +86,60 @@ def test_prefill_chunks_and_padded_decodes(model: Path) -> None:
     step(1, 0, 1, 13, 30)
     for count in (5, 3, 1):  # padded to 8, 4 and 1
         step(*[1] * count)
+
+
+def test_graphs_of_prompts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay makes the launches of the prompt that was captured, on what has been laid out."""
+    captured: dict[Hashable, Callable[[], None]] = {}
+
+    def replay(graphs: Graphs, key: Hashable, launch: Callable[[], None]) -> None:
+        captured.setdefault(key, launch)()
+
+    driver = load(model, short_prefill=True)
+    monkeypatch.setattr(Graphs, "run", replay)
+    for start, stops in enumerate([(5,), (3,), (16,), (17, 40), (12, 40), (40, 41, 57), (34, 36)]):
+        ids, row = IDS[start:], driver.sequence()
+        truth = reference_logits(model, ids[: stops[-1]])
+        for stop in stops:
+            (logits,) = driver.step([(row, ids[row.length : stop])], "last")
+            close(logits, truth[stop - 1 : stop])
+    prompts = {key for key in captured if "prompt" in key}
+    assert prompts == {("prompt", size) for size in (16, 32, 48)}
+
+
+def test_steps_that_are_no_graphs_of_prompts(model: Path) -> None:
+    """Several prompts, one beside a row that decodes, one whose logits are all wanted, one that is
+    longer, and one that is as long as a step may be."""
+    driver = load(model, short_prefill=True, max_tokens=20)
+    prompts = [IDS[i : i + 20] for i in range(2)]
+    truth = [reference_logits(model, ids) for ids in prompts]
+    rows = [driver.sequence() for _ in prompts]
+    found = driver.step([(row, ids[:9]) for row, ids in zip(rows, prompts, strict=True)])
+    for logits, wanted in zip(found, truth, strict=True):
+        close(logits, wanted[:9])
+    found = driver.step([(rows[0], prompts[0][9:10]), (rows[1], prompts[1][9:19])])
+    close(found[0], truth[0][9:10])
+    close(found[1], truth[1][9:19])
+    found = driver.step([(rows[0], prompts[0][10:])])
+    close(found[0], truth[0][10:])
+    found = driver.step([(driver.sequence(), prompts[0])], "last")
+    close(found[0], truth[0][19:])
+
+
+@pytest.mark.parametrize("model", ["qwen3"], indirect=True)
+def test_memory_is_free_without_a_look_for_cycles(model: Path) -> None:
+    """The runtime of the first layers is gone before the pools are allocated."""
+    gc.disable()
+    try:
+        driver = load(model, short_prefill=True)
+        driver.step([(driver.sequence(), IDS[:9])], "last")
+        driver.step([(driver.sequence(), IDS[:9])])
+        driver.step([(driver.sequence(), IDS[:1])])
+        logits = weakref.ref(driver.runtime._logits)
+        del driver
+        assert logits() is None
+    finally:
+        gc.enable()
 
 
 def test_other_biases(tmp_path: Path) -> None:

@@ -3,8 +3,9 @@
 A step's integers come in one upload and are laid out in fixed buffers on the device, where ids that
 the host doesn't know yet are filled in. A step in which every row decodes and samples is padded to
 one of a few sizes, and is one launch, of a graph that is captured when the first such step comes,
-or earlier: while the host has nothing to do, or waits for a step of many prompt tokens. Every other
-step is launched op by op. Nothing waits for the device but :meth:`CudaRuntime.wait`.
+or earlier: while the host has nothing to do, or waits for a step of many prompt tokens. So is a
+short prompt that comes alone, padded to one of a few lengths. Every other step is launched op by
+op. Nothing waits for the device but :meth:`CudaRuntime.wait`.
 
 Of few rows, such a step and its sampling are one launch where the engine tells both at once, and
 that makes the next step's inputs, too: while no row begins a block, nothing is uploaded.
@@ -53,6 +54,10 @@ LONG_ROW_FLOPS = 1e11
 # Up to so many rows, a decode step has a graph together with its sampling. Of more, hardly a step
 # goes by in which no row begins a block, and what lies between two steps is less of it.
 WHOLE_ROWS = 16
+
+# Tokens to which prompts with graphs are padded. To launch their ops, nine a layer, takes the host
+# several times as long as they take the device; past them it doesn't.
+PROMPT_SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 # For how long a step keeps the device busy, at least: a GPU that reaches more is not known to us.
 PEAK_FLOPS = 7e14
@@ -135,6 +140,10 @@ class CudaRuntime:
         self._hold_buffers()
         # Rows and length of a decode step of each kind whose graphs are yet to be captured.
         self._to_capture = self.kinds_of_decode(max_model_len) if graphs else []
+        self._prompt_sizes = [size for size in PROMPT_SIZES if size <= limits.tokens]
+        if deterministic or any(one.short_prefill is None for one in attention):
+            self._prompt_sizes = []
+        self._prompts_to_capture = self._prompt_sizes[::-1] if graphs else []
         self._batch: StepBatch | None = None  # the last step
         self._busy_until = 0.0  # time.monotonic() when steps of prompt tokens may be done
         self._token_seconds = 2 * num_parameters(spec) / PEAK_FLOPS
@@ -153,6 +162,10 @@ class CudaRuntime:
                 self._lay_out(batch, rows, rows)
                 key = self._decode_key(rows, int(batch.seq_lens.max()))
                 self._graphs.run(key, lambda: self._launch_decode(*key))
+                self._hidden = None
+            elif (size := self._prompt_size(batch)) is not None:
+                self._lay_out(batch, size, rows)
+                self._graphs.run(("prompt", size), lambda: self._launch_prompt(size))
                 self._hidden = None
             else:
                 self._lay_out(batch, batch.num_tokens, rows)
@@ -193,7 +206,7 @@ class CudaRuntime:
         """See :class:`octavo.runtime.CapturesAhead`. Steps of about as many rows as the last one
         come first."""
         if not self._to_capture:
-            return False
+            return self._capture_prompt()
         last = 0 if self._batch is None else self._batch.num_rows
         nearest = min(self._to_capture, key=lambda kind: abs(kind[0] - last))
         self._to_capture.remove(nearest)
@@ -314,6 +327,44 @@ class CudaRuntime:
             )
             for number, attention in enumerate(self._attention)
         ]
+
+    # ---- steps of one short prompt
+
+    def _prompt_size(self, batch: StepBatch) -> int | None:
+        """To how many tokens a step is padded that has a graph as its only row is a prompt, or the
+        end of one, that samples; None: it isn't such a step."""
+        alone = batch.num_rows == len(batch.logits_indices) == len(batch.sample_indices) == 1
+        if not alone or batch.num_decodes or not self._rows_are_short(batch):
+            return None
+        return next((size for size in self._prompt_sizes if size >= batch.num_tokens), None)
+
+    def _launch_prompt(self, size: int) -> None:
+        inputs = self._inputs
+        groups = []
+        for number, attention in enumerate(self._attention):
+            assert attention.short_prefill is not None
+            plan = attention.short_prefill.plan_on_device(
+                inputs.prefill_starts[:2], inputs.prefill_lens[:1], inputs.tables[number, :1]
+            )
+            slots = inputs.slots[number, :size]
+            groups.append(GroupStep(slots, None, attention.short_prefill, plan))
+        step = Step(
+            x=self._stages.embedded(inputs.ids[:size]),
+            products=self._linears.others,
+            positions=inputs.positions[:size],
+            num_decodes=0,
+            groups=groups,
+            logits_rows=inputs.logits_rows[:1],
+        )
+        self._stages.head(self._stages.run(step), self._logits[:1])
+
+    def _capture_prompt(self) -> bool:
+        if not self._prompts_to_capture:
+            return False
+        size = self._prompts_to_capture.pop()
+        with self._on_device():
+            self._graphs.capture(("prompt", size), lambda: self._launch_prompt(size))
+        return True
 
     # ---- all other steps
 

@@ -29,6 +29,7 @@ Socket = zmq.Socket[bytes]
 
 def main() -> NoReturn:
     """Run until the first API process ends this one, or ends itself."""
+    gc.disable()  # a seventh of what imports take is looks through what they have made
     start = messages.decode_start_engine(processes.begin())
     processes.listen(lambda _: None)
     faulthandler.enable()  # if it is killed because it hangs, the log says where
@@ -43,6 +44,7 @@ def main() -> NoReturn:
         while True:  # until the one that reports it has said hello, and ends this
             _tell(socket, _greeted(socket, 1), messages.Failed(str(error)))
     gc.freeze()  # what is loaded stays, and no step waits for a look through it
+    gc.enable()
     peers = _greeted(socket, start.num_peers)
     _tell(socket, peers, _ready(loaded.engine, loaded.report))
     seeds = random.Random(start.config.seed)

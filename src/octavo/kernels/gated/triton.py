@@ -20,7 +20,7 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     out = with_room(gate_up, count, size)
     if count:
         dependent = dependent_launches()
-        _gated_kernel[(triton.cdiv(size, BLOCK), count)](
+        _gated_kernel[(-(-size // BLOCK), count)](
             gate_up,
             out,
             SIZE=size,

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from octavo.kernels.triton_launch import dependent_launches, with_room
+from octavo.kernels.triton_launch import dependent_launches, power_of_2, with_room
 
 # A warp's: 16 bytes of float32 a thread. So all tensors lie in threads alike and none goes through
 # shared memory, of which products leave hardly any, and a multiprocessor that they leave free
@@ -36,7 +36,7 @@ def add_rms_norm(
     count, size = x.shape
     out = None if weight is None else with_room(x, count, size, dtype=dtype)
     if count:
-        block, dependent = triton.next_power_of_2(size), dependent_launches()
+        block, dependent = power_of_2(size), dependent_launches()
         parts = 1 if delta is None or delta.dim() == 2 else len(delta)
         _norm_kernel[(count,)](
             x,

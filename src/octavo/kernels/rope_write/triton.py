@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from octavo.kernels.triton_launch import dependent_launches
+from octavo.kernels.triton_launch import dependent_launches, power_of_2
 
 HEADS = 16  # of a block
 MANY = 4096  # tokens, of which a block takes several, one after the other
@@ -43,7 +43,7 @@ def rope_write(
     block_size, num_kv_heads, head_dim = k_cache.shape[1:]
     q = qkv.new_empty(num_tokens, num_heads, head_dim)
     if num_tokens:
-        grid = triton.cdiv(num_heads + 2 * num_kv_heads, HEADS), triton.cdiv(num_tokens, tokens)
+        grid = -(-(num_heads + 2 * num_kv_heads) // HEADS), -(-num_tokens // tokens)
         _rope_write_kernel[grid](
             qkv,
             positions,
@@ -65,8 +65,8 @@ def rope_write(
             NUM_KV_HEADS=num_kv_heads,
             HEAD_DIM=head_dim,
             HALF=cos.shape[1],
-            BLOCK_HALF=triton.next_power_of_2(cos.shape[1]),
-            BLOCK_REST=triton.next_power_of_2(max(1, head_dim - 2 * cos.shape[1])),
+            BLOCK_HALF=power_of_2(cos.shape[1]),
+            BLOCK_REST=power_of_2(max(1, head_dim - 2 * cos.shape[1])),
             HEADS=HEADS,
             TOKENS=tokens,
             STAGES=4 if many else 1,
