@@ -26,6 +26,8 @@ from octavo.server.limits import check_room
 Peer = bytes
 Socket = zmq.Socket[bytes]
 
+_IDLE_MS = 250  # without a message: a client that asks again at once should find the engine waiting
+
 
 def main() -> NoReturn:
     """Run until the first API process ends this one, or ends itself."""
@@ -70,12 +72,14 @@ class EngineServer:
         self._owners: dict[str, Peer] = {}  # by the id of a request that is not finished
 
     def run(self) -> NoReturn:
-        """Step while there is work; where there is none, prepare for some, and wait, for ever."""
+        """Step while there is work and wait for some where there is none, for ever."""
         engine, socket = self._engine, self._socket
         self._tell_step([])
         while True:
             told = False
-            while socket.poll(0 if told or engine.has_work or engine.use_idle_time() else None):
+            if not engine.has_work:
+                self._wait_for_message()
+            while socket.poll(0):
                 peer, raw = socket.recv_multipart()
                 self._obey(peer, messages.decode_to_engine(raw))
                 told = True
@@ -84,6 +88,14 @@ class EngineServer:
                 self._tell_step(engine.step())
             elif told:
                 self._tell_step([])
+
+    def _wait_for_message(self) -> None:
+        """If none comes for a while, the time goes to what later steps will need."""
+        found = self._socket.poll(_IDLE_MS)
+        while not found and self._engine.use_idle_time():
+            found = self._socket.poll(0)
+        if not found:
+            self._socket.poll(None)
 
     def _obey(self, peer: Peer, message: messages.ToEngine) -> None:
         match message:
