@@ -127,6 +127,25 @@ def test_steps_that_are_no_graphs_of_prompts(model: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["qwen3"], indirect=True)
+def test_which_graphs_are_captured_first(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of as many rows as the last step had, then of more, then of fewer; prompts at last."""
+    captured: list[Any] = []
+    monkeypatch.setattr(Graphs, "capture", lambda graphs, key, launch: captured.append(key))
+    driver = load(model, max_rows=64, short_prefill=True)
+    runtime = driver.runtime
+    driver.step([(driver.sequence(), IDS[:9]) for _ in range(17)])
+    runtime._to_capture = runtime.kinds_of_decode(320)
+    runtime._prompts_to_capture = [32, 16]
+    while runtime.capture_ahead():
+        pass
+    rows = [key[0] for key in captured if not isinstance(key[0], str)]
+    assert list(dict.fromkeys(rows)) == [32, 48, 64, 16, 8, 4, 2, 1]
+    assert {("choose", count, False) for count in rows} <= set(captured)
+    assert {key[1] for key in captured if key[0] == "whole"} == {16, 8, 4, 2, 1}
+    assert captured[-2:] == [("prompt", 16), ("prompt", 32)]
+
+
+@pytest.mark.parametrize("model", ["qwen3"], indirect=True)
 def test_memory_is_free_without_a_look_for_cycles(model: Path) -> None:
     """The runtime of the first layers is gone before the pools are allocated."""
     gc.disable()

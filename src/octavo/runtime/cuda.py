@@ -61,7 +61,6 @@ PROMPT_SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 # For how long a step keeps the device busy, at least: a GPU that reaches more is not known to us.
 PEAK_FLOPS = 7e14
-CAPTURE_SECONDS = 0.03  # a slow host's, of what is captured at a time
 
 
 @dataclass(frozen=True)
@@ -147,6 +146,7 @@ class CudaRuntime:
         self._batch: StepBatch | None = None  # the last step
         self._busy_until = 0.0  # time.monotonic() when steps of prompt tokens may be done
         self._token_seconds = 2 * num_parameters(spec) / PEAK_FLOPS
+        self._capture_seconds = 0.03  # what capture_ahead took last
 
     # ---- the two launches of a step, and both in one
 
@@ -197,18 +197,24 @@ class CudaRuntime:
             return self._sampler.hand_over(sampling, batch.sample_rows, self._logits_at)
 
     def wait(self, handle: Handle) -> SampleOutput:
-        while not handle.is_done and time.monotonic() < self._busy_until - CAPTURE_SECONDS:
+        while not handle.is_done and time.monotonic() < self._busy_until - self._capture_seconds:
             if not self.capture_ahead():
                 break
         return self._sampler.wait(handle)
 
     def capture_ahead(self) -> bool:
         """See :class:`octavo.runtime.CapturesAhead`. Steps of about as many rows as the last one
-        come first."""
+        come first, of more before those of fewer: while prompts are read, rows are added."""
+        began = time.monotonic()
+        is_more = self._capture_decode() or self._capture_prompt()
+        self._capture_seconds = time.monotonic() - began
+        return is_more
+
+    def _capture_decode(self) -> bool:
         if not self._to_capture:
-            return self._capture_prompt()
+            return False
         last = 0 if self._batch is None else self._batch.num_rows
-        nearest = min(self._to_capture, key=lambda kind: abs(kind[0] - last))
+        nearest = min(self._to_capture, key=lambda kind: (kind[0] < last, abs(kind[0] - last)))
         self._to_capture.remove(nearest)
         rows, length = nearest
         key = self._decode_key(rows, length)
