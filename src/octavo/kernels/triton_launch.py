@@ -46,9 +46,9 @@ def padded(side: int) -> int:
 
 
 def power_of_2(n: int) -> int:
-    """The smallest that is no less than ``n``, from 1 on. Triton's own takes 2 us, of which a step
-    without a graph has hundreds."""
-    return 1 << (n - 1).bit_length()
+    """The smallest that is no less than ``n``. Triton's own takes 2 us, of which a step without a
+    graph has hundreds."""
+    return 1 << max(0, n - 1).bit_length()
 
 
 def outputs(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 from octavo.kernels.choose.triton_draw import choose_kernel, finish_kernel
@@ -16,7 +15,7 @@ from octavo.kernels.choose.triton_filter import (
     short_list_kernel,
 )
 from octavo.kernels.step_inputs.layout import StepInputs
-from octavo.kernels.triton_launch import INTERPRETED, dependent_launches
+from octavo.kernels.triton_launch import INTERPRETED, dependent_launches, power_of_2
 
 # Rows of the settings, int32 [len(SETTINGS), rows]; floats by their bits. ``logits_row`` is a row
 # of the logits, ``step_row`` where the id goes for the next step. ``floor`` is the lowest score
@@ -55,8 +54,8 @@ class Scratch:
 
 
 def make_scratch(num_rows: int, vocab_size: int, device: str) -> Scratch:
-    chunks = triton.cdiv(vocab_size, CHUNK)
-    blocks = triton.cdiv(vocab_size, FILTER_BLOCK)
+    chunks = -(-vocab_size // CHUNK)
+    blocks = -(-vocab_size // FILTER_BLOCK)
 
     def ints(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
@@ -97,7 +96,7 @@ def choose(
     only; ``logits`` alone may be written by the kernel in front.
     """
     vocab_size = logits.shape[1]
-    chunks = triton.cdiv(vocab_size, CHUNK)
+    chunks = -(-vocab_size // CHUNK)
     dependent = dependent_launches()
     partials = settings, scratch.values, scratch.ids, scratch.filtered
     results = ids, row_ids, _advanced(inputs)
@@ -111,7 +110,7 @@ def choose(
     constants = {
         "TURNS": len(ids),
         "GROUPS": 0 if inputs is None else len(inputs.slots),
-        "CHUNKS": triton.next_power_of_2(chunks),
+        "CHUNKS": power_of_2(chunks),
         "num_warps": 4,
     }
     one_launch = not filtered and num_rows <= ONE_LAUNCH
@@ -147,14 +146,14 @@ def _advanced(inputs: StepInputs | None) -> tuple[Tensor, ...] | None:
 
 def _draw_from_few(logits: Tensor, settings: Tensor, num_rows: int, scratch: Scratch) -> None:
     vocab_size = logits.shape[1]
-    chunks = triton.cdiv(vocab_size, CHUNK)
-    blocks = triton.cdiv(vocab_size, FILTER_BLOCK)
+    chunks = -(-vocab_size // CHUNK)
+    blocks = -(-vocab_size // FILTER_BLOCK)
     scores = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=logits.device)
     tokens = torch.empty_like(scores, dtype=torch.int32)
     source = logits, settings, scratch.values, scratch.above, scratch.lengths
     sizes = vocab_size, chunks, logits.stride(0), settings.stride(0)
     constants = {
-        "CHUNKS": triton.next_power_of_2(chunks),
+        "CHUNKS": power_of_2(chunks),
         "BLOCK": FILTER_BLOCK,
         "EDGES": EDGES,
         "num_warps": 8,
@@ -166,7 +165,7 @@ def _draw_from_few(logits: Tensor, settings: Tensor, num_rows: int, scratch: Scr
         scores,
         tokens,
         *sizes,
-        BLOCKS=triton.next_power_of_2(blocks),
+        BLOCKS=power_of_2(blocks),
         **constants,
     )
     lists = settings, scratch.lengths, scratch.totals, scores, tokens, scratch.filtered, vocab_size

@@ -13,13 +13,12 @@ import math
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 from octavo.attention.spec import AttentionSpec, Support
 from octavo.kernels.rope_attention.limits import NEEDS_HOPPER, refusal
 from octavo.kernels.rope_attention.triton_kernel import rope_attention_kernel
-from octavo.kernels.triton_launch import INTERPRETED, dependent_launches
+from octavo.kernels.triton_launch import INTERPRETED, dependent_launches, power_of_2
 
 PARTIALS = 32  # merged at a time, and of them
 VALUES = 128  # in a thread: more would be spilled
@@ -94,7 +93,7 @@ def _tiles_of_one(longest: int, lines: int, num_sms: int) -> Cut | None:
     leave multiprocessors free that have room for such blocks; those of several rows don't."""
     splits = -(-longest // 256)
     if splits > 3:  # six and twelve were faster than four and eight, some of them empty
-        splits = 3 * _power_of_2(-(-splits // 3))
+        splits = 3 * power_of_2(-(-splits // 3))
     if splits * lines <= num_sms:
         return Cut(splits, 256, num_warps=8, num_stages=1)
     splits = 1 << (max(1, num_sms // lines).bit_length() - 1)
@@ -117,13 +116,13 @@ def _cut_as_told(spec: AttentionSpec, num_rows: int, longest: int, num_sms: int)
     if spec.split_mode == "off":
         return Cut(1, 64, 4, min(3, _tiles_in_memory(spec, 64)))
     reach = min(longest, spec.window or longest)
-    splits = min(MOST_SHARES, _power_of_2(-(-reach // spec.split_tokens)))
+    splits = min(MOST_SHARES, power_of_2(-(-reach // spec.split_tokens)))
     # A window may begin in the middle of a share.
     splits += spec.window is not None
     tokens = 64  # of 128 keys a thread has so much that two blocks fill a multiprocessor
     # Tiles beside one another are worth more in one block than in two, as long as there is room.
     one_a_multiprocessor = num_rows * spec.num_kv_heads * splits <= num_sms
-    tile_bytes = 4 * tokens * _power_of_2(spec.head_dim)
+    tile_bytes = 4 * tokens * power_of_2(spec.head_dim)
     room = (128 << 10 if one_a_multiprocessor else 64 << 10) // tile_bytes
     tiles = -(-spec.split_tokens // tokens)
     stages = max(1, min(room, 4, tiles))
@@ -142,18 +141,13 @@ def most_splits(spec: AttentionSpec, num_sms: int) -> int:
 
 def _tiles_in_memory(spec: AttentionSpec, tokens: int) -> int:
     """How many tiles of keys and values may be on their way."""
-    return max(1, TILE_BYTES // (4 * tokens * _power_of_2(spec.head_dim)))
+    return max(1, TILE_BYTES // (4 * tokens * power_of_2(spec.head_dim)))
 
 
 def _rounded_up(length: int) -> int:
     """To a power of two, or one and a half of one."""
-    power = _power_of_2(length)
+    power = power_of_2(length)
     return power * 3 // 4 if length <= power * 3 // 4 else power
-
-
-def _power_of_2(n: int) -> int:
-    """The next one up. Every step chooses its cut, and Triton's own takes 2 us."""
-    return 1 << max(0, n - 1).bit_length()
 
 
 def make_scratch(spec: AttentionSpec, num_rows: int, splits: int) -> Scratch:
@@ -249,8 +243,8 @@ def rope_attention(
         P=cut.num_warps,
         KEYS=cut.tokens // own,
         STAGES=cut.num_stages,
-        G=max(16, triton.next_power_of_2(group + 2)),
-        D=max(16, triton.next_power_of_2(spec.head_dim)),
+        G=max(16, power_of_2(group + 2)),
+        D=max(16, power_of_2(spec.head_dim)),
         MERGED=_merged_at_a_time(cut, group, spec.head_dim),
         DEPENDENT=dependent,
         num_warps=cut.num_warps,
@@ -260,8 +254,8 @@ def rope_attention(
 
 
 def _merged_at_a_time(cut: Cut, group: int, head_dim: int) -> int:
-    values = triton.next_power_of_2(group) * triton.next_power_of_2(head_dim)
+    values = power_of_2(group) * power_of_2(head_dim)
     if cut.share:  # a row's sums may not depend on the longest row, nor on how many warps there are
         return int(min(PARTIALS, max(1, VALUES * 32 * 4 // values)))
     most = max(1, VALUES * 32 * cut.num_warps // values)
-    return int(min(PARTIALS, triton.next_power_of_2(cut.splits), most))
+    return int(min(PARTIALS, power_of_2(cut.splits), most))

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from octavo.attention.spec import AttentionSpec
@@ -24,6 +23,7 @@ from octavo.kernels.triton_launch import (
     in_base_2,
     outputs,
     padded,
+    power_of_2,
 )
 
 WHOLE_LINE = 1 << 30  # unit of ``off``: no line is longer
@@ -63,7 +63,7 @@ def default_tuning(spec: AttentionSpec) -> Tuning:
     leaves = 32
     if spec.split_mode == "fixed":
         tokens = min(tokens, spec.split_tokens & -spec.split_tokens)
-        leaves = max(leaves, triton.next_power_of_2(triton.cdiv(256, spec.num_kv_heads)))
+        leaves = max(leaves, power_of_2(-(-256 // spec.num_kv_heads)))
     return Tuning(tokens, num_warps=4, num_stages=4, leaves=leaves, registers=registers)
 
 
@@ -96,9 +96,9 @@ def make_scratch(
     line_places = 0
     if spec.split_mode == "fixed":
         reach = max_tokens if spec.window is None else min(max_tokens, spec.window)
-        leaves = min(tuning.leaves, triton.cdiv(max(reach, 1), spec.split_tokens))
+        leaves = min(tuning.leaves, -(-max(reach, 1) // spec.split_tokens))
         # A window may begin and end in the middle of a group.
-        groups = triton.cdiv(leaves, tuning.fold) + (spec.window is not None)
+        groups = -(-leaves // tuning.fold) + (spec.window is not None)
         line_places = groups * tuning.fold
         places = lines * line_places
     else:
@@ -121,7 +121,7 @@ def num_shares(spec: AttentionSpec, num_rows: int, num_slots: int) -> int:
     if spec.split_mode == "off":
         return min(lines, MAX_SHARES)
     shares = lines * max(1, num_slots // lines)
-    waves = triton.cdiv(shares, num_slots)
+    waves = -(-shares // num_slots)
     return min(shares if 8 * shares >= 7 * waves * num_slots else num_slots, MAX_SHARES)
 
 
@@ -153,7 +153,7 @@ def resident_slots(spec: AttentionSpec, tuning: Tuning | None = None) -> int:
     # Registers are given to a warp in units of 256; each block takes 1 KB of shared memory over
     # its own.
     registers = getattr(gpu, "regs_per_multiprocessor", 65536)
-    by_registers = registers // (warps * triton.cdiv(kernel.n_regs * 32, 256) * 256)
+    by_registers = registers // (warps * -(-kernel.n_regs * 32 // 256) * 256)
     by_memory = gpu.shared_memory_per_multiprocessor // (kernel.metadata.shared + 1024)
     by_threads = gpu.max_threads_per_multi_processor // (warps * 32)
     return int(gpu.multi_processor_count * max(1, min(by_registers, by_memory, by_threads, 32)))
@@ -228,10 +228,10 @@ def split_decode(
     )
     split_kernel[(shares,)](*arguments, **constants)
     if spec.split_mode != "off":
-        merge = _merge_constants(spec, tuning, triton.cdiv(shares, num_rows * spec.num_kv_heads))
+        merge = _merge_constants(spec, tuning, -(-shares // lines))
         # A block costs a nanosecond, so where heads are many, one block has all columns of a head.
         blocks = max(1, MERGE_BLOCKS // (num_rows * num_heads))
-        blocks = min(blocks, triton.cdiv(spec.v_head_dim, merge["COLUMNS"]))
+        blocks = min(blocks, -(-spec.v_head_dim // merge["COLUMNS"]))
         shared = ("NUM_KV_HEADS", "GROUP", "V_HEAD_DIM", "WINDOW", "SINKS", "BLOCK_ROWS", "EARLY")
         merge_kernel[(num_rows, num_heads, blocks)](
             seq_lens,
@@ -323,7 +323,7 @@ def _merge_constants(spec: AttentionSpec, tuning: Tuning, shares_a_line: int) ->
     kernel. In ``fixed`` mode from the spec alone, as the bits depend on it."""
     columns = padded(spec.v_head_dim)
     if spec.split_mode == "fixed":
-        groups = int(triton.next_power_of_2(triton.cdiv(tuning.leaves, tuning.fold)))
+        groups = power_of_2(-(-tuning.leaves // tuning.fold))
         columns = min(max(16, 512 // groups), columns)
         return {
             "PARTIALS": groups,
@@ -331,7 +331,7 @@ def _merge_constants(spec: AttentionSpec, tuning: Tuning, shares_a_line: int) ->
             "num_warps": max(1, groups * columns // 256),
         }
     # A line that is cut unevenly lies in one share more.
-    partials = min(64, max(8, int(triton.next_power_of_2(shares_a_line + 1))))
+    partials = min(64, max(8, power_of_2(shares_a_line + 1)))
     columns = min(2048 // partials, columns)
     return {
         "PARTIALS": partials,

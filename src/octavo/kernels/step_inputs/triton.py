@@ -19,7 +19,7 @@ def unpack(
     knows taken from ``row_ids`` (by row of the step before). What is packed says how large the step
     is; as far as it has fewer than ``num_tokens`` and ``num_rows``, padding is written. One launch,
     no waiting."""
-    _unpack_kernel[(max(triton.cdiv(num_tokens + 1, BLOCK), num_rows),)](
+    _unpack_kernel[(max(-(-(num_tokens + 1) // BLOCK), num_rows),)](
         packed,
         row_ids,
         inputs.ids,
