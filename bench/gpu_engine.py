@@ -16,6 +16,8 @@ import argparse
 import json
 import os
 import random
+import shutil
+import subprocess
 import tempfile
 import time
 from contextlib import contextmanager
@@ -156,7 +158,7 @@ class Bench:
                 for prompt in prompts:
                     prompt["prompt_token_ids"][0] = rng.randint(0, 500)
                     prompt["prompt_token_ids"][1] = turn
-                clock = HostClock(llm)
+                clock, meter = HostClock(llm), PowerMeter()
                 before = llm.stats().num_steps
                 began = time.perf_counter()
                 outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -171,6 +173,7 @@ class Bench:
                         "output": generated,
                         "input": sum(len(one.prompt_token_ids) for one in outputs),
                         "steps": steps,
+                        **meter.close(),
                         **clock.close(),
                     },
                 )
@@ -397,6 +400,28 @@ class Bench:
             "idle_between_steps": round(sum(gaps) / (end - spans[0][0]), 4),
             "us_a_step": {name: round(us, 1) for name, us in top},
         }
+
+
+class PowerMeter:
+    """What the GPU draws and how fast it ticks until it is closed, asked ten times a second: at the
+    limit of its power a kernel that waits less makes the others slower."""
+
+    def __init__(self) -> None:
+        wanted = "--query-gpu=power.draw,clocks.sm,temperature.gpu"
+        command = ["nvidia-smi", wanted, "--format=csv,noheader,nounits", "--loop-ms=100"]
+        self.process = None
+        if shutil.which("nvidia-smi"):
+            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    def close(self) -> dict[str, float]:
+        """Means: watts, MHz of the multiprocessors, degrees Celsius."""
+        if self.process is None:
+            return {}
+        self.process.terminate()
+        lines = self.process.communicate()[0].splitlines()
+        samples = [[*map(float, line.split(","))] for line in lines if line.count(",") == 2]
+        means = [round(sum(values) / len(samples)) for values in zip(*samples, strict=True)]
+        return dict(zip(("watts", "mhz", "celsius"), means, strict=False))
 
 
 class HostClock:
