@@ -87,7 +87,7 @@ def paged_prefill(
     # Each row may end in a tile that isn't full; the blocks that are too many end at once.
     most_tiles = num_tokens * group // tuning.rows + min(num_rows, num_tokens)
     limit = {} if tuning.registers is None else {"maxnreg": tuning.registers}
-    _prefill_kernel[(most_tiles, spec.num_kv_heads)](
+    _prefill_kernel[(most_tiles * spec.num_kv_heads,)](
         q,
         k_cache,
         v_cache,
@@ -148,18 +148,19 @@ def _prefill_kernel(
     BLOCK_ROWS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Grid: (upper bound of tiles of queries, Hkv)."""
+    """Grid: (upper bound of tiles of queries * Hkv,), a tile's heads beside one another."""
     row_ids = tl.arange(0, BLOCK_ROWS)
     starts = tl.load(query_start_loc + row_ids, mask=row_ids < num_rows, other=0)
     ends = tl.load(query_start_loc + row_ids + 1, mask=row_ids < num_rows, other=0)
     tiles = tl.cdiv((ends - starts) * GROUP, ROWS)
     tile_ends = tl.cumsum(tiles, 0)
-    # The last tiles have the longest histories, so they go first.
-    tile = tl.sum(tiles, 0) - 1 - tl.program_id(0)
+    # The last tiles have the longest histories, so they go first, of all heads: the short ones fill
+    # up what is left.
+    tile = tl.sum(tiles, 0) - 1 - tl.program_id(0) // NUM_KV_HEADS
     if tile >= 0:
         row = tl.sum((tile_ends <= tile).to(tl.int32), 0)
         tile -= tl.sum(tl.where(row_ids < row, tiles, 0), 0)
-        head = tl.program_id(1)
+        head = tl.program_id(0) % NUM_KV_HEADS
         first_token = tl.load(query_start_loc + row)
         num_queries = tl.load(query_start_loc + row + 1) - first_token
         prefix = tl.load(seq_lens + row) - num_queries
