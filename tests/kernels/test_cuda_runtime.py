@@ -34,6 +34,7 @@ from octavo.models.families import spec_from_config
 from octavo.models.weights import check_weights
 from octavo.runtime import cuda
 from octavo.runtime.candidates import Model, choose_attention
+from octavo.runtime.capture_ahead import CaptureAhead
 from octavo.runtime.cuda import CudaRuntime, batch_buckets
 from octavo.runtime.cuda_fused import fused_ways
 from octavo.runtime.cuda_linears import LIBRARY
@@ -134,8 +135,7 @@ def test_which_graphs_are_captured_first(model: Path, monkeypatch: pytest.Monkey
     driver = load(model, max_rows=64, short_prefill=True)
     runtime = driver.runtime
     driver.step([(driver.sequence(), IDS[:9]) for _ in range(17)])
-    runtime._to_capture = runtime.kinds_of_decode(320)
-    runtime._prompts_to_capture = [32, 16]
+    runtime._ahead = CaptureAhead(runtime.kinds_of_decode(320), [16, 32], 0)
     while runtime.capture_ahead():
         pass
     rows = [key[0] for key in captured if not isinstance(key[0], str)]

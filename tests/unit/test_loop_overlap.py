@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.engine_bench import Bench, ids
-from helpers.fake_runtime import DeviceError
+from helpers.fake_runtime import DeviceError, FakeRuntime
 from helpers.kv_invariants import check_pools
+
+from octavo.engine.loop import Engine
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "overlapped"])
@@ -139,14 +141,17 @@ def test_figures(overlapped: bool) -> None:
 
 
 def test_idle_time_goes_to_a_runtime_that_has_a_use_for_it() -> None:
+    class Capturing(FakeRuntime):
+        left = 2
+
+        def capture_ahead(self) -> bool:
+            self.left -= 1
+            return self.left >= 0
+
     bench = Bench()
     assert not bench.engine.use_idle_time()
-    left = [2]
-
-    def capture_ahead() -> bool:
-        left[0] -= 1
-        return left[0] >= 0
-
-    bench.runtime.capture_ahead = capture_ahead  # type: ignore[attr-defined]
+    sizes = bench.limits.num_blocks, bench.limits.block_size, bench.runtime.vocab_size
+    bench.runtime = Capturing(bench.groups, *sizes)
+    bench.engine = Engine(bench.runtime, bench.groups, bench.limits)
     assert [bench.engine.use_idle_time() for _ in range(3)] == [True, True, False]
     assert bench.answer(ids(5), max_tokens=4).token_ids

@@ -111,6 +111,7 @@ class Engine:
         self._reporter = runtime if isinstance(runtime, ReportsSplits) else None
         self._ahead = runtime if isinstance(runtime, DecodesAhead) else None
         self._whole = runtime if isinstance(runtime, DecodesWhole) else None
+        self._captures = runtime if isinstance(runtime, CapturesAhead) else None
 
     @cached_property
     def _grammars(self) -> GrammarCompiler | None:
@@ -184,8 +185,7 @@ class Engine:
     def use_idle_time(self) -> bool:
         """Do a little, some 20 ms, of what later steps will need, while there is no work; False:
         nothing is left to do."""
-        runtime = self._runtime
-        return isinstance(runtime, CapturesAhead) and runtime.capture_ahead()
+        return self._captures is not None and self._captures.capture_ahead()
 
     def _run_one(self) -> None:
         """Launch a step, and deliver it or, overlapped, the one before."""

@@ -36,6 +36,7 @@ from octavo.kernels.step_inputs.layout import make_inputs
 from octavo.kernels.step_inputs.triton import unpack
 from octavo.models.spec import DecoderSpec
 from octavo.models.weights import num_parameters
+from octavo.runtime.capture_ahead import CaptureAhead
 from octavo.runtime.cuda_fused import Cuts, FusedDecode, fused_ways
 from octavo.runtime.cuda_linears import LIBRARY, fixed_linears
 from octavo.runtime.cuda_stages import Attention, Stages
@@ -58,9 +59,6 @@ WHOLE_ROWS = 16
 # Tokens to which prompts with graphs are padded. To launch their ops, nine a layer, takes the host
 # several times as long as they take the device; past them it doesn't.
 PROMPT_SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-
-# For how long a step keeps the device busy, at least: a GPU that reaches more is not known to us.
-PEAK_FLOPS = 7e14
 
 
 @dataclass(frozen=True)
@@ -137,16 +135,15 @@ class CudaRuntime:
         ]
         self._plans: dict[int, list[GroupStep]] = {}
         self._hold_buffers()
-        # Rows and length of a decode step of each kind whose graphs are yet to be captured.
-        self._to_capture = self.kinds_of_decode(max_model_len) if graphs else []
         self._prompt_sizes = [size for size in PROMPT_SIZES if size <= limits.tokens]
         if deterministic or any(one.short_prefill is None for one in attention):
             self._prompt_sizes = []
-        self._prompts_to_capture = self._prompt_sizes[::-1] if graphs else []
+        self._ahead = CaptureAhead(
+            self.kinds_of_decode(max_model_len) if graphs else [],
+            list(self._prompt_sizes) if graphs else [],
+            num_parameters(spec),
+        )
         self._batch: StepBatch | None = None  # the last step
-        self._busy_until = 0.0  # time.monotonic() when steps of prompt tokens may be done
-        self._token_seconds = 2 * num_parameters(spec) / PEAK_FLOPS
-        self._capture_seconds = 0.03  # what capture_ahead took last
 
     # ---- the two launches of a step, and both in one
 
@@ -170,8 +167,7 @@ class CudaRuntime:
             else:
                 self._lay_out(batch, batch.num_tokens, rows)
                 self._mixed(batch)
-                began = max(time.monotonic(), self._busy_until)
-                self._busy_until = began + self._token_seconds * batch.num_tokens
+                self._ahead.launched(batch.num_tokens)
         self._batch = batch
 
     def sample(self, batch: SamplingBatch) -> Handle:
@@ -197,34 +193,32 @@ class CudaRuntime:
             return self._sampler.hand_over(sampling, batch.sample_rows, self._logits_at)
 
     def wait(self, handle: Handle) -> SampleOutput:
-        while not handle.is_done and time.monotonic() < self._busy_until - self._capture_seconds:
-            if not self.capture_ahead():
-                break
+        while self._ahead.has_time and not handle.is_done and self.capture_ahead():
+            pass
         return self._sampler.wait(handle)
 
     def capture_ahead(self) -> bool:
-        """See :class:`octavo.runtime.CapturesAhead`. Steps of about as many rows as the last one
-        come first, of more before those of fewer: while prompts are read, rows are added."""
+        """See :class:`octavo.runtime.CapturesAhead`."""
         began = time.monotonic()
-        is_more = self._capture_decode() or self._capture_prompt()
-        self._capture_seconds = time.monotonic() - began
-        return is_more
-
-    def _capture_decode(self) -> bool:
-        if not self._to_capture:
-            return False
-        last = 0 if self._batch is None else self._batch.num_rows
-        nearest = min(self._to_capture, key=lambda kind: (kind[0] < last, abs(kind[0] - last)))
-        self._to_capture.remove(nearest)
-        rows, length = nearest
-        key = self._decode_key(rows, length)
+        decode = self._ahead.next_decode(0 if self._batch is None else self._batch.num_rows)
+        size = self._ahead.next_prompt() if decode is None else None
         with self._on_device():
-            self._graphs.capture(key, lambda: self._launch_decode(*key))
-            if rows <= WHOLE_ROWS:
-                whole = ("whole", *key, False)
-                self._graphs.capture(whole, lambda: self._launch_whole(*key, filtered=False))
-            self._sampler.capture(rows)
+            if decode is not None:
+                self._capture_decode(*decode)
+            elif size is not None:
+                self._graphs.capture(("prompt", size), lambda: self._launch_prompt(size))
+            else:
+                return False
+        self._ahead.seconds = time.monotonic() - began
         return True
+
+    def _capture_decode(self, rows: int, longest: int) -> None:
+        key = self._decode_key(rows, longest)
+        self._graphs.capture(key, lambda: self._launch_decode(*key))
+        if rows <= WHOLE_ROWS:
+            whole = ("whole", *key, False)
+            self._graphs.capture(whole, lambda: self._launch_whole(*key, filtered=False))
+        self._sampler.capture(rows)
 
     def kinds_of_decode(self, max_model_len: int) -> list[tuple[int, int]]:
         """Rows and length of one decode step of each kind: every size, and where fused kernels
@@ -363,14 +357,6 @@ class CudaRuntime:
             logits_rows=inputs.logits_rows[:1],
         )
         self._stages.head(self._stages.run(step), self._logits[:1])
-
-    def _capture_prompt(self) -> bool:
-        if not self._prompts_to_capture:
-            return False
-        size = self._prompts_to_capture.pop()
-        with self._on_device():
-            self._graphs.capture(("prompt", size), lambda: self._launch_prompt(size))
-        return True
 
     # ---- all other steps
 

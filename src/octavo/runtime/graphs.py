@@ -16,21 +16,21 @@ class Graphs:
     """
 
     def __init__(self, enabled: bool) -> None:
-        self.enabled = enabled
+        self._enabled = enabled
         self._graphs: dict[Hashable, Any] = {}
         self._pool: Any = None
 
     def run(self, key: Hashable, launch: Callable[[], None]) -> None:
-        if self.enabled:
+        if self._enabled:
             self.capture(key, launch)
             self._graphs[key].replay()
         else:
             launch()
 
-    def capture(self, key: Hashable, launch: Callable[[], None]) -> bool:
-        """Have the graph. Whether it wasn't there; to capture takes as long as to launch."""
+    def capture(self, key: Hashable, launch: Callable[[], None]) -> None:
+        """Have the graph, which takes as long as to launch."""
         if key in self._graphs:
-            return False
+            return
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
@@ -41,4 +41,3 @@ class Graphs:
         finally:
             graph.capture_end()
         self._graphs[key] = graph
-        return True
