@@ -127,18 +127,19 @@ class Stages:
 
     def _attend(self, step: Step, layer: Layer) -> None:
         group, caches = step.groups[layer.group], (layer.k_cache, layer.v_cache)
-        decode, count = self._attention[layer.group].decode, step.num_decodes
-        both = group.decode_plan is not None and group.prefill is not None
-        whole = with_room(step.q, *step.q.shape) if both else None
-        first, rest = (None, None) if whole is None else (whole[:count], whole[count:])
+        runs: list[tuple[Backend, Any, slice]] = []
         if group.decode_plan is not None:
-            q = step.q[:count]
-            step.attention, _ = decode.run(q, *caches, group.decode_plan, out=first)
+            decode = self._attention[layer.group].decode
+            runs.append((decode, group.decode_plan, slice(step.num_decodes)))
         if group.prefill is not None:
-            q = step.q[count:]
-            step.attention, _ = group.prefill.run(q, *caches, group.prefill_plan, out=rest)
-        if whole is not None:
-            step.attention = whole
+            runs.append((group.prefill, group.prefill_plan, slice(step.num_decodes, None)))
+        if len(runs) == 1:  # a candidate that can't write into what it is given needn't copy
+            [(backend, plan, _)] = runs
+            step.attention, _ = backend.run(step.q, *caches, plan)
+        else:
+            step.attention = with_room(step.q, *step.q.shape)
+            for backend, plan, part in runs:
+                backend.run(step.q[part], *caches, plan, out=step.attention[part])
         if layer is self._layers[-1]:
             step.keep_wanted(self._linears.wanted)
 

@@ -75,16 +75,8 @@ class FaultyBackend:
                 return self._plans[shape]
         return self._backend.plan(batch)
 
-    def run(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        plan: Any,
-        sinks: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = self._backend.run(q, k_cache, v_cache, plan, sinks, out)
+    def run(self, *args: Any, **how: Any) -> tuple[Tensor, Tensor]:
+        out, lse = self._backend.run(*args, **how)
         return (out, lse / math.log(2)) if self._fault == "base2-lse" else (out, lse)
 
 
