@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from octavo.kernels.triton_launch import dependent_launches
+from octavo.kernels.triton_launch import dependent_launches, power_of_2
 
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -32,8 +32,8 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
         BLOCK_SIZE=block_size,
         K_SIZE=k_size,
         V_SIZE=v_size,
-        K_BLOCK=triton.next_power_of_2(k_size),
-        V_BLOCK=triton.next_power_of_2(v_size),
+        K_BLOCK=power_of_2(k_size),
+        V_BLOCK=power_of_2(v_size),
         EARLY=dependent_launches(),
         num_warps=4,
     )

@@ -23,7 +23,7 @@ from octavo.kernels.linear.triton_products import (
     out_layout,
     products,
 )
-from octavo.kernels.triton_launch import dependent_launches
+from octavo.kernels.triton_launch import dependent_launches, power_of_2
 
 
 def square_columns(n: int, k: int, num_rows: int, tile: Tile | None = None) -> int:
@@ -73,7 +73,7 @@ def linear_add(
         AHEAD=tile.ahead,
         EARLY=chunks_early(k, tile),
         S=tile.num_warps,
-        M=triton.next_power_of_2(num_rows),
+        M=power_of_2(num_rows),
         ONE=tile.one_row,
         DEPENDENT=dependent,
         num_warps=tile.num_warps,

@@ -26,7 +26,7 @@ from octavo.kernels.linear_fixed.fused_kernels import wide_add_kernel, wide_line
 from octavo.kernels.linear_fixed.tiles import GROUP, Walk, Wide, choose_wide
 from octavo.kernels.norm_gate_up import triton as row_gate_up
 from octavo.kernels.norm_linear import triton as row_linear
-from octavo.kernels.triton_launch import dependent_launches
+from octavo.kernels.triton_launch import dependent_launches, power_of_2
 
 WIDTH = int(BLOCK.value)  # columns of K that belong to one sum
 
@@ -162,7 +162,7 @@ def _launch_linear(
         BIAS=bias is not None,
         SILU=silu,
         WALK=walk,
-        COLUMNS=triton.next_power_of_2(num_squares),
+        COLUMNS=power_of_2(num_squares),
         **_options(),
     )
 

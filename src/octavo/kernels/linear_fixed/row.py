@@ -10,7 +10,6 @@ but into one sum, column by column: each of an instruction's eight columns has t
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -66,7 +65,7 @@ def linear_row(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tenso
         out = x.new_empty(1, n)
     tile = Tile(ROWS.value, CHUNK.value, ROW_WARPS, _chunks(k), one_row=True)
     dependent = dependent_launches()
-    _kernel[(triton.cdiv(n, tile.rows),)](
+    row_kernel[(-(-n // tile.rows),)](
         x,
         describe(weight, tile),
         out,
@@ -87,7 +86,7 @@ def _chunks(k: int) -> int:
 
 
 @jit
-def _kernel(
+def row_kernel(
     x,
     weight,
     out,
@@ -103,7 +102,7 @@ def _kernel(
     tiles, barriers = ask_for_weights(weight, first, first, ROWS, CHUNK, AHEAD, 1)
     if DEPENDENT:
         gdc_wait()
-    row = _take_row(x, K)
+    row = _repeat_row(x, K)
     gl.thread_barrier()  # all have stored their activations
     PRODUCTS: tl.constexpr = CHUNK // BLOCK
     COUNT: tl.constexpr = num_chunks(K, CHUNK)
@@ -130,7 +129,7 @@ def _kernel(
 
 
 @jit
-def _take_row(x, K: tl.constexpr):
+def _repeat_row(x, K: tl.constexpr):
     """The activations x [K] in shared memory [blocks, 8, 64]: each block in eight rows; zeros
     behind them."""
     COUNT: tl.constexpr = next_power_of_2(K) // BLOCK if K > BLOCK else 1

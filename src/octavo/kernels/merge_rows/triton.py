@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.triton_launch import power_of_2
+
 ROWS = 8  # of a block
 
 
@@ -31,7 +33,7 @@ def merge_rows(outs: Sequence[Tensor], lse: Tensor) -> tuple[Tensor, Tensor]:
             rows,
             PARTIALS=len(outs),
             SIZE=size,
-            BLOCK=triton.next_power_of_2(size),
+            BLOCK=power_of_2(size),
             ROWS=ROWS,
             num_warps=4,
         )

@@ -22,7 +22,7 @@ from octavo.kernels.linear.triton_products import (
     normed_products,
     out_layout,
 )
-from octavo.kernels.triton_launch import dependent_launches
+from octavo.kernels.triton_launch import dependent_launches, power_of_2
 
 
 def norm_linear(
@@ -67,9 +67,9 @@ def norm_linear(
         AHEAD=tile.ahead,
         EARLY=chunks_early(k, tile),
         S=tile.num_warps,
-        M=triton.next_power_of_2(num_rows),
+        M=power_of_2(num_rows),
         ONE=tile.one_row,
-        SUMS=triton.next_power_of_2(parts),
+        SUMS=power_of_2(parts),
         DEPENDENT=dependent,
         num_warps=tile.num_warps,
         launch_pdl=dependent,

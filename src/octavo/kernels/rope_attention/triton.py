@@ -23,6 +23,7 @@ from octavo.kernels.triton_launch import INTERPRETED, dependent_launches, power_
 PARTIALS = 32  # merged at a time, and of them
 VALUES = 128  # in a thread: more would be spilled
 MOST_SHARES = 32  # of a row, where its share doesn't depend on the others
+SHARE_WARPS = 4  # whose sums a share's are, also where eight make them
 FEW_SHARES = 4  # are merged faster by themselves
 TILE_BYTES = 96 << 10  # of keys and values on their way: two blocks fit a multiprocessor
 
@@ -129,7 +130,8 @@ def _cut_as_told(spec: AttentionSpec, num_rows: int, longest: int, num_sms: int)
     equal = -(-reach // (MOST_SHARES * tokens)) * tokens  # what shares would have by the length
     whole = one_a_multiprocessor and tiles == stages and equal <= spec.split_tokens
     pairs = whole and spec.num_heads <= 8 * spec.num_kv_heads and spec.head_dim <= 128
-    return Cut(splits, tokens, 8 if pairs else 4, stages, spec.split_tokens, whole)
+    warps = 2 * SHARE_WARPS if pairs else SHARE_WARPS
+    return Cut(splits, tokens, warps, stages, spec.split_tokens, whole)
 
 
 def most_splits(spec: AttentionSpec, num_sms: int) -> int:
@@ -197,8 +199,7 @@ def rope_attention(
     """
     num_rows, kv_heads = len(qkv), spec.num_kv_heads
     group = spec.num_heads // kv_heads
-    # Sums of shares are those of four warps. Eight share out what belongs to a warp.
-    own = min(4, cut.num_warps) if cut.share else cut.num_warps
+    own = SHARE_WARPS if cut.share else cut.num_warps  # warps with keys of their own
     dependent = dependent_launches()
     rope_attention_kernel[(cut.splits, kv_heads, num_rows)](
         qkv,
@@ -256,6 +257,6 @@ def rope_attention(
 def _merged_at_a_time(cut: Cut, group: int, head_dim: int) -> int:
     values = power_of_2(group) * power_of_2(head_dim)
     if cut.share:  # a row's sums may not depend on the longest row, nor on how many warps there are
-        return int(min(PARTIALS, max(1, VALUES * 32 * 4 // values)))
+        return min(PARTIALS, max(1, VALUES * 32 * SHARE_WARPS // values))
     most = max(1, VALUES * 32 * cut.num_warps // values)
-    return int(min(PARTIALS, power_of_2(cut.splits), most))
+    return min(PARTIALS, power_of_2(cut.splits), most)
